@@ -178,9 +178,7 @@ def wait_for_capture(stack: Stack, job: DemoJob, find: Callable[[], list[dict[st
     return capture
 
 
-def test_a_slow_rank_pages_with_its_rank_and_phase_is_captured_with_a_peer_and_resolves(
-    stack: Stack, faulty: Jobs
-) -> None:
+def test_a_straggler_pages_is_captured_with_a_peer_and_resolves(stack: Stack, faulty: Jobs) -> None:
     with ending(faulty.slow_rank) as job:
         alert = stack.wait_for_page(job, "RankscopeStragglerRank")
         assert alert.labels["rank"] == "2"
@@ -215,7 +213,7 @@ def test_exposed_communication_pages_for_the_job_is_captured_and_resolves(stack:
         stack.wait_until_resolved(job, "RankscopeExposedCommunication")
 
 
-def test_a_hang_pages_for_the_job_with_the_rank_that_others_wait_for_and_resolves(stack: Stack, faulty: Jobs) -> None:
+def test_a_hang_pages_with_the_awaited_rank_and_resolves(stack: Stack, faulty: Jobs) -> None:
     with ending(faulty.hang) as job:
         alert = stack.wait_for_page(job, "RankscopeHang")
         assert alert.labels["severity"] == "critical"

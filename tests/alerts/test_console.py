@@ -102,7 +102,7 @@ def linking_rules() -> Iterator[dict[str, Any]]:
             yield {"alert": "Linking", "expr": expression, "annotations": {"console_url": link}}
 
 
-def test_an_alert_leads_to_the_page_of_its_run_or_rank(prometheus: Prometheus) -> None:
+def test_an_alert_links_to_its_run_or_rank_page(prometheus: Prometheus) -> None:
     wait_until(lambda: len(prometheus.alerts()) == 2 * len(LINKED), lambda: str(prometheus.alerts()))
     opened = []
     with console(prometheus, *LINKED) as url:
@@ -180,7 +180,7 @@ def answered(url: str, path: str, **query: object) -> dict[str, Any]:
     return answer
 
 
-def test_what_a_run_did_before_the_console_began_is_in_its_heat_map_again(prometheus: Prometheus) -> None:
+def test_the_heat_map_shows_history_from_before_the_console_started(prometheus: Prometheus) -> None:
     for _ in range(2):  # the second one is a restart
         with console(prometheus, RUN) as url:
             header, matrix = heatmap(url, RUN, 6 * 3600)
@@ -198,7 +198,7 @@ def test_what_a_run_did_before_the_console_began_is_in_its_heat_map_again(promet
             assert np.isclose(usual[-1], 0.09, atol=0.011)  # the newest is from memory
 
 
-def test_a_process_that_starts_again_shows_what_its_prometheus_has_kept(tmp_path: Path) -> None:
+def test_a_restarted_up_shows_the_history_its_prometheus_kept(tmp_path: Path) -> None:
     name = f"older-{os.getpid()}"
     flags = ("--prometheus", "--prometheus-dir", str(tmp_path / "kept"), "--prometheus-interval", "2s")
     with rank_processes(tmp_path) as processes:
@@ -251,7 +251,7 @@ def address(up: Serving, name: str) -> str:
     return found[1]
 
 
-def test_a_run_and_a_rank_have_their_older_time_with_the_median_of_the_cohort(prometheus: Prometheus) -> None:
+def test_runs_and_ranks_have_older_history_with_the_cohort_median(prometheus: Prometheus) -> None:
     with console(prometheus, RUN) as url:
         pace = answered(url, "run", run=RUN, since=-6 * 3600)["pace"]
         assert pace["ends"][-1] - pace["starts"][0] > 5.9 * 3600 and pace["begins_unix_seconds"] is None
@@ -272,7 +272,7 @@ def test_memory_alone_answers_where_it_is_enough(prometheus: Prometheus) -> None
             assert history["ends"][-1] - history["starts"][0] < 10 and not history["note"]
 
 
-def test_a_caller_gets_no_series_of_another_namespace_whatever_a_run_is_called(prometheus: Prometheus) -> None:
+def test_hostile_run_names_expose_no_series_of_another_namespace(prometheus: Prometheus) -> None:
     with console(prometheus, RUN, HOSTILE, OTHER) as url:
         for run in (RUN, HOSTILE):
             header, matrix = heatmap(url, run, 6 * 3600)

@@ -140,7 +140,7 @@ def test_every_variable_offers_a_value(watched: Watched, path: Path) -> None:
         assert watched.prometheus.label_values(match[2], filled(match[1], **variables(watched))), variable["name"]
 
 
-def test_the_heat_maps_show_every_rank_and_the_slow_one_stands_out(watched: Watched) -> None:
+def test_heat_maps_show_every_rank_and_highlight_the_slow_one(watched: Watched) -> None:
     job = {panel["title"]: panel["targets"][0]["expr"] for panel in panels(FOLDER / "rankscope-job.json")}
     chosen = variables(watched)
     rows = labels_of(watched, filled(job["Self time against the cohort, all ranks"], **chosen))
@@ -149,7 +149,7 @@ def test_the_heat_maps_show_every_rank_and_the_slow_one_stands_out(watched: Watc
     assert [series["rank"] for series in labels_of(watched, worst)] == [str(SLOW)]
 
 
-def test_nothing_is_exported_that_the_list_of_metrics_does_not_have(watched: Watched) -> None:
+def test_only_listed_metrics_are_exported(watched: Watched) -> None:
     names = watched.prometheus.label_values("__name__", '{__name__=~"rankscope_.*"}')
     assert len(names) > 60
     assert set(names) <= set(exported_metrics())

@@ -82,15 +82,13 @@ def shown(prometheus: Prometheus, job: str, title: str) -> dict[str, float]:
 
 
 @each_job
-def test_every_rank_has_its_row_in_order_of_rank_and_is_held_against_its_own_stage(
-    prometheus: Prometheus, job: str
-) -> None:
+def test_all_ranks_appear_in_order_and_are_compared_within_stages(prometheus: Prometheus, job: str) -> None:
     rows = shown(prometheus, job, "Self time against the cohort, all ranks")
     assert list(rows) == [f"{rank:05}" for rank in range(RANKS)]
     assert {int(row): round(ratio, 3) for row, ratio in rows.items() if abs(ratio - 1) > 0.01} == SLOW
 
 
 @each_job
-def test_only_the_worst_ranks_are_shown_and_the_same_ones_at_every_moment(prometheus: Prometheus, job: str) -> None:
+def test_the_worst_ranks_panel_shows_only_the_slow_ranks_throughout(prometheus: Prometheus, job: str) -> None:
     rows = shown(prometheus, job, "Self time against the cohort, worst ranks")
     assert {int(row): round(ratio, 3) for row, ratio in rows.items()} == SLOW

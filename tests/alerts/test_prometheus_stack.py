@@ -39,7 +39,7 @@ def address(up: Serving, name: str) -> str:
     return found[1]
 
 
-def test_both_programs_die_with_it_even_if_it_is_killed_and_the_token_is_needed(tmp_path: Path) -> None:
+def test_both_programs_die_with_up_and_alerts_need_a_token(tmp_path: Path) -> None:
     with serving(tmp_path, "up", "--prometheus") as up:
         programs = started(up)
         assert sorted(programs.values()) == ["alertmanager", "prometheus"]

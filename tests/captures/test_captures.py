@@ -75,7 +75,7 @@ def told(report: dict[str, Any], serving: Serving) -> str:
     return json.dumps(report)[:6000] + serving.log[-3000:]
 
 
-def test_all_ranks_deliver_exactly_the_steps_asked_for_at_the_same_time(
+def test_all_ranks_record_exactly_the_requested_steps_simultaneously(
     up: Serving, job: CaptureJob, name: str, tmp_path: Path
 ) -> None:
     status, report = capture(up, "--run", name, "--ranks", "all", "--steps", "3", "--output", str(tmp_path))
@@ -94,7 +94,7 @@ def test_all_ranks_deliver_exactly_the_steps_asked_for_at_the_same_time(
     assert job.process.poll() is None
 
 
-def test_a_capture_by_time_records_that_time_and_ranks_begin_within_50_milliseconds(up: Serving, name: str) -> None:
+def test_a_timed_capture_lasts_as_asked_and_ranks_start_together(up: Serving, name: str) -> None:
     skews: list[float] = []
     # That is what an idle machine does every time. On one that is not, a rank may not get a CPU in time.
     while not skews or min(skews) >= SKEW_MILLIS:
@@ -115,7 +115,7 @@ def test_the_straggler_is_captured_with_a_healthy_rank_beside_it(up: Serving, na
     assert 2 in ranks and len(ranks) == 2, told(report, up)
 
 
-def test_a_capture_that_is_cancelled_stops_and_leaves_the_job_alone(up: Serving, job: CaptureJob, name: str) -> None:
+def test_a_cancelled_capture_stops_and_leaves_the_job_alone(up: Serving, job: CaptureJob, name: str) -> None:
     asking = subprocess.Popen(
         capture_command(up, "--run", name, "--ranks", "3", "--seconds", "10"),
         stdout=subprocess.PIPE,
@@ -132,7 +132,7 @@ def test_a_capture_that_is_cancelled_stops_and_leaves_the_job_alone(up: Serving,
     assert job.process.poll() is None
 
 
-def test_a_profiler_of_the_users_own_is_waited_for_and_then_reported(up: Serving, job: CaptureJob, name: str) -> None:
+def test_a_capture_waits_for_the_users_profiler_then_reports_it(up: Serving, job: CaptureJob, name: str) -> None:
     (job.folder / "OWN_PROFILER").touch()
     try:
         wait_until((job.folder / "PROFILING").exists, lambda: up.log)
@@ -146,7 +146,7 @@ def test_a_profiler_of_the_users_own_is_waited_for_and_then_reported(up: Serving
     assert job.process.poll() is None
 
 
-def test_two_jobs_are_captured_at_once_and_a_killed_rank_is_told(up: Serving, name: str, folder: Path) -> None:
+def test_concurrent_captures_of_two_jobs_report_a_killed_rank(up: Serving, name: str, folder: Path) -> None:
     with capture_job(folder / "other", f"beside-{os.getpid()}") as other:
         theirs = job_name(up, f"beside-{os.getpid()}")
         asking = subprocess.Popen(
@@ -168,7 +168,7 @@ def test_two_jobs_are_captured_at_once_and_a_killed_rank_is_told(up: Serving, na
         assert other.process.pid
 
 
-def test_where_libkineto_belongs_to_another_daemon_the_probe_records_and_the_result_says_so(
+def test_the_probe_records_where_another_daemon_owns_libkineto(
     up: Serving, name: str, folder: Path, tmp_path: Path
 ) -> None:
     captures = folder / "second" / "captures"
@@ -189,7 +189,7 @@ def test_where_libkineto_belongs_to_another_daemon_the_probe_records_and_the_res
         assert [steps_in(file) for file in files] == [2, 2], told(report, second)
 
 
-def test_after_a_daemon_died_in_mid_capture_the_next_one_says_so_and_clears_up_and_the_job_ends_well(
+def test_a_restarted_daemon_reports_and_clears_an_interrupted_capture(
     up: Serving, job: CaptureJob, name: str, folder: Path
 ) -> None:
     flags = ("--run", name, "--ranks", "1", "--seconds", "6")

@@ -73,7 +73,7 @@ def test_slow_input_on_one_rank_makes_every_rank_equally_slow() -> None:
     assert max(faulty) < 1.1 * min(faulty)
 
 
-def test_a_slow_network_shows_as_communication_in_ddps_own_figures_on_all_ranks(tmp_path: Path) -> None:
+def test_a_slow_network_raises_ddps_communication_time_on_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train_and_tell.py"
     script.write_text(TRAIN_AND_TELL.format(scripts=str(Path(demo_job.__file__).parent), folder=str(tmp_path)))
 
@@ -121,7 +121,7 @@ train.main()
 """
 
 
-def test_stages_are_balanced_until_the_last_one_has_more_to_compute() -> None:
+def test_stages_are_balanced_until_the_last_computes_more() -> None:
     with training(4, "stage-imbalance") as job:
         healthy = cpu_per_step(job, 30)
         job.start_fault()
@@ -132,7 +132,7 @@ def test_stages_are_balanced_until_the_last_one_has_more_to_compute() -> None:
     assert min(faulty[2:]) > 1.8 * max(faulty[:2])
 
 
-def test_a_starved_rank_gets_less_processor_time_and_the_group_is_gone_afterwards() -> None:
+def test_a_starved_rank_gets_less_cpu_and_leaves_no_cgroup() -> None:
     with training(2, "starved:rank=1") as job:
         start, before = time.monotonic(), cpu_seconds(job.pids[1])
         more_steps(job, 40)
@@ -147,7 +147,7 @@ def test_a_starved_rank_gets_less_processor_time_and_the_group_is_gone_afterward
     assert not (isinstance(confinement, ControlGroup) and confinement.folder.exists())
 
 
-def test_when_one_rank_hangs_none_advances_and_stopping_leaves_nothing_behind() -> None:
+def test_a_hung_rank_blocks_all_and_stopping_leaves_nothing_behind() -> None:
     with training(2, "hang:rank=1") as job:
         pids = job.pids
         folder = Path(f"/proc/{pids[0]}/cwd").readlink()
@@ -185,7 +185,7 @@ def test_the_ranks_die_with_a_launcher_that_is_killed() -> None:
     wait_until(lambda: all(is_gone(pid) for pid in pids))
 
 
-def test_a_rank_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_failed_start_names_the_rank_and_its_log_tail(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(
         "import os, time\nif os.environ['RANK'] == '1': raise SystemExit('no such shard')\ntime.sleep(600)"

@@ -89,7 +89,7 @@ def self_seconds(windows: list[window_pb2.RankWindow]) -> float:
     return statistics.median(window.self_seconds.mean for window in windows)
 
 
-def test_the_slow_rank_of_a_job_without_probe_is_found_by_captures_alone_and_its_twin_is_left_in_peace(
+def test_without_the_probe_captures_alone_find_only_the_slow_rank(
     folder: Path,
 ) -> None:
     with (

@@ -187,7 +187,7 @@ def test_two_processes_in_other_namespaces_are_recorded_at_once(
     assert abs(starts[0] - starts[1]) < 0.3
 
 
-def test_a_cancelled_capture_leaves_nothing_behind_and_the_next_one_succeeds(
+def test_a_cancelled_capture_leaves_nothing_and_the_next_succeeds(
     trainers: tuple[Trainer, Trainer], captures: Captures
 ) -> None:
     first, _ = trainers
@@ -220,7 +220,7 @@ def test_a_start_that_libkineto_refuses_is_noticed_and_made_good(
     assert "after the others" in recording.notes[1]
 
 
-def test_a_profiler_of_the_users_own_is_waited_for_and_then_reported(
+def test_a_capture_waits_for_the_users_profiler_or_reports_it(
     trainers: tuple[Trainer, Trainer], endpoint: Endpoint, captures: Captures
 ) -> None:
     first, _ = trainers
@@ -239,7 +239,7 @@ def test_a_profiler_of_the_users_own_is_waited_for_and_then_reported(
     operators(patient.result())
 
 
-def test_a_profiler_of_the_users_own_that_takes_over_harms_neither(
+def test_a_users_profiler_started_mid_capture_harms_neither(
     trainers: tuple[Trainer, Trainer], captures: Captures
 ) -> None:
     first, _ = trainers
@@ -251,7 +251,7 @@ def test_a_profiler_of_the_users_own_that_takes_over_harms_neither(
     operators(capturing.result())
 
 
-def test_a_process_that_is_killed_fails_alone_and_the_other_ends_well(
+def test_a_killed_process_fails_alone_and_the_other_succeeds(
     trainers: tuple[Trainer, Trainer], endpoint: Endpoint, captures: Captures
 ) -> None:
     first, second = trainers
@@ -266,9 +266,7 @@ def test_a_process_that_is_killed_fails_alone_and_the_other_ends_well(
     assert first.process.returncode == 0, errors
 
 
-def test_a_process_that_shares_a_directory_is_recorded_through_a_file_socket(
-    threads: ThreadPoolExecutor, tmp_path: Path
-) -> None:
+def test_a_shared_directory_allows_recording_through_a_file_socket(threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     # Not in /tmp, which the trainer sees another one of.
     with tempfile.TemporaryDirectory(prefix="kineto-", dir="/var/tmp") as directory:
         endpoint = Endpoint(socket_directory=directory)

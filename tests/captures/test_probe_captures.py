@@ -107,7 +107,7 @@ def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance
-def test_a_profiler_of_the_users_own_is_waited_for_and_never_disturbed(job: CapturedJob) -> None:
+def test_a_users_own_profiler_is_awaited_and_never_disturbed(job: CapturedJob) -> None:
     job.tell("p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); p.start()")
     assert "a profiler of the user's own is active" in failed(job.capture(patience_seconds=0.5)[0])
     job.tell("p.stop(); assert p.key_averages(), 'nothing was recorded'")
@@ -143,7 +143,7 @@ def test_garbage_in_the_command_area_is_ignored(job: CapturedJob) -> None:
 
 
 @pytest.mark.acceptance
-def test_a_process_that_hangs_is_told_at_the_deadline_and_is_unharmed(job: CapturedJob, tmp_path: Path) -> None:
+def test_a_hung_process_is_reported_at_the_deadline_and_unharmed(job: CapturedJob, tmp_path: Path) -> None:
     release = tmp_path / "release"
     job.tell(f"hang = {str(release)!r}")
     process = job.processes[0]
@@ -180,7 +180,7 @@ def test_a_fork_ends_the_capture_and_leaves_both_processes_alone(job: CapturedJo
 @pytest.mark.parametrize(
     ("how", "code"), [("end", 0), ("sys.exit(3)", 3), ("os.execv(sys.executable, [sys.executable, '-c', ''])", 0)]
 )
-def test_a_process_that_ends_in_mid_capture_ends_as_it_would_have(how: str, code: int, tmp_path: Path) -> None:
+def test_a_process_that_exits_mid_capture_exits_as_usual(how: str, code: int, tmp_path: Path) -> None:
     with captured_job(tmp_path) as job:
         process = job.processes[0]
 
@@ -196,7 +196,7 @@ def test_a_process_that_ends_in_mid_capture_ends_as_it_would_have(how: str, code
 
 
 @pytest.mark.acceptance
-def test_a_training_thread_that_ends_in_mid_capture_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_a_training_thread_that_ends_mid_capture_harms_nothing(tmp_path: Path) -> None:
     with captured_job(tmp_path, script=IN_A_THREAD) as job:
         assert recorded(job.capture()[0])[0].steps == 3
 
@@ -220,7 +220,7 @@ def test_steps_that_a_script_marks_itself_are_recorded_as_well(tmp_path: Path) -
 
 
 @pytest.mark.acceptance
-def test_a_failure_ends_captures_with_one_line_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_failure_disables_captures_with_one_line_and_training_continues(tmp_path: Path) -> None:
     with captured_job(tmp_path) as job:
         job.tell("torch.profiler._KinetoProfile.stop_trace = lambda self: 1 / 0")
         assert "ZeroDivisionError" in failed(job.capture()[0])
@@ -258,6 +258,6 @@ def test_several_windows_are_recorded_with_steps_between_them(job: CapturedJob) 
 
 
 @pytest.mark.acceptance
-def test_the_process_that_bore_all_that_ends_well_and_left_nothing_on_its_disk(job: CapturedJob) -> None:
+def test_the_captured_process_exits_cleanly_and_leaves_no_files(job: CapturedJob) -> None:
     assert job.end() == [(0, "")]
     assert not list(job.temporary.glob("rankscope*"))

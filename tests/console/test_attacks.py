@@ -119,7 +119,7 @@ def evil() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "evil.example"])
-def test_a_page_of_another_origin_can_read_frame_and_change_nothing(
+def test_another_origin_can_neither_read_frame_nor_change_anything(
     host: str, chromium_page: Page, fleet: str, evil: int
 ) -> None:
     page = chromium_page
@@ -158,7 +158,7 @@ def statuses(page: Page, prefix: str) -> list[int]:
     return [one["statusCode"] for one in answered if asked.get(one["requestId"], "").startswith(prefix)]
 
 
-def test_a_name_that_an_attacker_points_to_this_machine_is_refused(chromium_page: Page, fleet: str) -> None:
+def test_a_dns_name_rebound_to_this_machine_is_refused(chromium_page: Page, fleet: str) -> None:
     """DNS rebinding: for the browser it is one origin with the attacker's own page."""
     page = chromium_page
     page.open(f"http://evil.example:{port_of(fleet)}/")

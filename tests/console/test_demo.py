@@ -118,7 +118,7 @@ def test_a_rank_that_becomes_slow_is_soon_seen_and_named(page: Page, demo: Demo)
     wait_until(is_brightest, seconds=START_SECONDS)
 
 
-def test_a_capture_by_a_click_finishes_and_its_summary_names_the_slow_rank(page: Page, demo: Demo) -> None:
+def test_a_clicked_capture_finishes_and_names_the_slow_rank(page: Page, demo: Demo) -> None:
     open_run(page, demo)
     press(page, "Capture…")
     assert page.wait_for("document.querySelector('form [name=ranks]')?.value") == "all"

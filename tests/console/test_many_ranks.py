@@ -35,7 +35,7 @@ def ranks_in_order(address: str) -> list[int]:
     return ranks
 
 
-def test_one_slow_rank_of_thousands_is_a_line_and_a_click_opens_it(page: Page, address: str) -> None:
+def test_one_slow_rank_of_thousands_is_a_clickable_line(page: Page, address: str) -> None:
     page.open(address, 1280, 900)
     assert f" {RANKS} ranks " in page.wait_for(f"document.querySelector('{HEAT_MAP}')?.ariaLabel")
     page.wait_for(f"document.querySelector('{HEAT_MAP}').height > 300")

@@ -43,7 +43,7 @@ SENTENCE = f"rank {SLOW_RANK} is slow because of dataset.py:88 (load_image, inpu
 RANK_ADDRESS = f"?run={quote(SLOW, safe='')}&rank={SLOW_RANK}"
 
 
-def test_a_run_opens_from_the_fleet_and_shows_the_slow_rank_as_a_line_and_in_a_sentence(page: Page, fleet: str) -> None:
+def test_a_run_opened_from_the_fleet_shows_its_slow_rank(page: Page, fleet: str) -> None:
     open_page(page, fleet, "fleet", 1280, 800)
     assert page.value("document.querySelector('tbody tr .run').innerText") == SLOW  # worst first
     page.click(*page.center("tbody tr .run"))
@@ -116,7 +116,7 @@ def test_a_page_survives_a_restart_of_the_server(chromium_page: Page) -> None:
         assert page.value("window.isSamePage")
 
 
-def test_a_run_that_another_replica_has_taken_over_is_not_shown_as_if_it_were_live(chromium_page: Page) -> None:
+def test_a_run_moved_to_another_replica_is_not_shown_live(chromium_page: Page) -> None:
     page = chromium_page
     held, elsewhere = {RUN}, dict[str, str]()
     played = Played(keeps=held.__contains__)
@@ -142,7 +142,7 @@ def asked(page: Page, path: str) -> int:
     return sum(f"/api/v1/{path}?" in url for url in sent)
 
 
-def test_what_the_server_does_not_serve_is_asked_for_once_and_hidden(page: Page) -> None:
+def test_unserved_features_are_requested_once_and_hidden(page: Page) -> None:
     """This one has neither captures nor profiles."""
     played = Played()
     for _ in range(3):
@@ -183,7 +183,7 @@ RANGES = "[...document.querySelectorAll('[aria-label=\"Time shown\"] button')].m
 SHORT, LONG = "5 min,15 min,1 h", "6 h,24 h,7 d"
 
 
-def test_longer_times_are_offered_where_they_can_be_shown_and_the_page_says_what_is_missing(page: Page) -> None:
+def test_long_ranges_are_offered_with_prometheus_and_gaps_are_named(page: Page) -> None:
     played = Played(begin=time.time() - 10)
     for _ in range(5):
         played.tick()
@@ -202,7 +202,7 @@ def test_longer_times_are_offered_where_they_can_be_shown_and_the_page_says_what
         assert page.wait_for("document.querySelector('.heatmap canvas')?.width > 300")  # what is in memory is shown
 
 
-def test_what_happened_is_marked_on_the_time_axis_and_named_where_one_points(page: Page) -> None:
+def test_events_are_marked_and_named_on_the_time_axis(page: Page) -> None:
     played = Played(begin=time.time() - 60)
     for number in range(25):
         played.tick(restarts=number // 13)
@@ -240,7 +240,7 @@ def test_a_page_is_accessible_and_fits(name: str, variant: str, page: Page, flee
     assert serious_findings(page) == []
 
 
-def test_pictures_of_the_documentation_are_small_and_three_are_in_the_readme() -> None:
+def test_documentation_pictures_are_small_and_three_are_in_the_readme() -> None:
     for name, (_, height) in PICTURES.items():
         content = (IMAGES / f"console-{name}.png").read_bytes()
         assert len(content) <= 150_000
@@ -249,9 +249,7 @@ def test_pictures_of_the_documentation_are_small_and_three_are_in_the_readme() -
     assert sum(f"docs/images/console-{name}.png" in readme for name in PICTURES) == 3
 
 
-def test_a_capture_of_a_large_run_has_the_slow_rank_and_a_peer_and_says_what_they_cannot_show(
-    page: Page, fleet: str
-) -> None:
+def test_large_run_captures_preselect_straggler_and_peer_with_a_warning(page: Page, fleet: str) -> None:
     open_page(page, fleet, "run", 1280, 800)
     press(page, "Capture…")
     assert page.wait_for("document.querySelector('form [name=ranks]')?.value") == "straggler+peer"
@@ -279,7 +277,7 @@ def kept_hang(report: HangReport, folder: Path) -> Iterator[Channels]:
         store.close()
 
 
-def test_the_report_of_a_hang_has_the_odd_rank_first_and_the_collectives(page: Page, tmp_path: Path) -> None:
+def test_a_hang_report_lists_the_odd_rank_first_with_collectives(page: Page, tmp_path: Path) -> None:
     """Of a real job of three ranks, in which rank 2 never entered a collective."""
     report = msgspec.json.decode((ROOT / "tests" / "data" / "hang_report.json").read_bytes(), type=HangReport)
     with kept_hang(report, tmp_path) as channels, served_to(page, Played(), channels=channels) as console:

@@ -16,7 +16,7 @@ VERY_SLOW = "slow-rank:rank=2,delay=300"
 STRAGGLERS = {"slow-rank": 2, "slow-input": 2, "starved": 2}
 
 
-def test_a_very_slow_rank_is_named_with_the_line_it_sleeps_on() -> None:
+def test_a_very_slow_rank_is_named_with_its_slow_function() -> None:
     played = play(VERY_SLOW)
     report = played.report
     assert (report["verdict"], report["culprits"]) == ("slow_rank", [2]), str(played)
@@ -79,7 +79,7 @@ def test_a_healthy_job_raises_nothing() -> None:
 
 
 @pytest.mark.acceptance
-def test_a_slow_rank_is_named_with_the_function_it_sleeps_in() -> None:
+def test_a_slow_rank_is_named_with_its_phase_and_file() -> None:
     report = found_fault("slow-rank", "slow_rank", [2])
     played = play("slow-rank")
     assert report["cause"]["phase"] == "forward", str(played)
@@ -108,20 +108,20 @@ def test_a_slow_network_blames_no_rank() -> None:
 
 
 @pytest.mark.acceptance
-def test_a_heavy_stage_is_named_as_a_stage_and_not_as_its_ranks_one_by_one() -> None:
+def test_a_heavy_stage_is_reported_as_one_slow_stage() -> None:
     report = found_fault("stage-imbalance", "slow_stage", [2, 3])
     assert report["stage"] == 1, str(play("stage-imbalance"))
 
 
 @pytest.mark.acceptance
-def test_a_hang_names_who_never_entered_the_collective_and_where_it_stands() -> None:
+def test_a_hang_names_the_absent_rank_and_its_location() -> None:
     report = found_fault("hang", "hang", [2])
     assert first_frame(report, play("hang"))[0] == "model.py", str(play("hang"))
 
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("fault", STRAGGLERS)
-def test_the_stragglers_step_time_is_its_peers_and_only_self_time_and_wait_tell_it_apart(fault: str) -> None:
+def test_only_self_time_and_wait_distinguish_the_straggler(fault: str) -> None:
     found(fault)
     played, straggler = play(fault), STRAGGLERS[fault]
     steps = [rank["step_seconds"] for rank in played.ranks]
@@ -141,7 +141,7 @@ def test_the_victim_that_waits_most_is_not_accused(fault: str) -> None:
 
 
 @pytest.mark.acceptance
-def test_without_the_probe_the_right_rank_is_named_with_less_confidence_or_none_at_all() -> None:
+def test_without_the_probe_a_verdict_has_low_confidence_or_abstains() -> None:
     played = play("slow-rank", "--no-probe")
     report = found("slow-rank", "--no-probe")
     if report["verdict"] == "insufficient_data":
@@ -163,9 +163,7 @@ def test_without_the_probe_the_right_rank_is_named_with_less_confidence_or_none_
         (("none", "--seconds", "nan"), "--seconds"),
     ],
 )
-def test_what_cannot_be_played_is_refused_with_the_reason_before_anything_starts(
-    flags: tuple[str, ...], words: str
-) -> None:
+def test_impossible_demo_settings_are_refused_before_anything_starts(flags: tuple[str, ...], words: str) -> None:
     played = play(*flags)
     assert played.status == 2, str(played)
     assert words in played.errors, str(played)

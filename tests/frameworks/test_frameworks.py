@@ -66,9 +66,7 @@ def test_the_slow_rank_of_an_fsdp2_job_is_named() -> None:
 @pytest.mark.acceptance
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("framework", "fault"), parameters(blind=False))
-def test_the_slow_rank_of_a_real_job_is_named_and_nothing_else(
-    framework: Framework, fault: str, measured: Measured
-) -> None:
+def test_only_the_slow_rank_of_a_real_job_is_named(framework: Framework, fault: str, measured: Measured) -> None:
     python = python_with(framework.package)
     names_line = framework.names_line and fault != NONE
     line = faulty_line(framework, fault) if names_line else None
@@ -98,7 +96,7 @@ def test_the_slow_rank_of_a_real_job_is_named_and_nothing_else(
 @pytest.mark.acceptance
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("framework", "fault"), parameters(blind=True))
-def test_where_waiting_cannot_be_measured_that_is_said_and_nothing_wrong(
+def test_unmeasurable_waiting_is_reported_and_causes_no_wrong_verdict(
     framework: Framework, fault: str, measured: Measured
 ) -> None:
     played = play(python_with(framework.package), framework.script, framework.arguments, fault, is_blind=True)

@@ -64,7 +64,7 @@ def run(data):
     assert executions(None) is None
 
 
-def test_an_input_that_takes_too_long_is_a_finding_and_does_not_stop_the_rest() -> None:
+def test_a_slow_input_is_a_finding_and_fuzzing_continues() -> None:
     def run(data: bytes) -> None:
         ends_at = time.process_time() + (60.0 if data.startswith(b"slow") else 0.0)
         while time.process_time() < ends_at:
@@ -87,12 +87,12 @@ def test_the_same_seed_tries_the_same_inputs() -> None:
 
 
 @pytest.mark.parametrize("name", targets.names())
-def test_every_target_brings_real_bytes_of_a_size_that_it_mutates(name: str) -> None:
+def test_every_target_has_seeds_within_its_size_limit(name: str) -> None:
     loaded = targets.load(name)
     assert len(loaded.seeds) >= 1 and all(len(seed) <= loaded.size_limit for seed in loaded.seeds)
 
 
-def test_the_command_fuzzes_all_it_is_told_to_and_keeps_what_it_learned(tmp_path: Path) -> None:
+def test_the_command_fuzzes_its_targets_and_keeps_the_corpus(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--target", "kubelet", "--seconds", "1", "--jobs", "1"]
     command += ["--state", str(tmp_path)]
     for expected in (1, 2):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.acceptance
         ("stopped", 2, "stopped", "change"),
     ],
 )
-def test_a_hang_names_the_rank_that_others_wait_for_and_its_line(
+def test_a_hang_names_the_awaited_rank_and_its_line(
     cause: str, ranks: int, phase: str, function: str, tmp_path: Path
 ) -> None:
     with hanging_job(cause, tmp_path, ranks) as job:
@@ -37,7 +37,7 @@ def test_a_hang_names_the_rank_that_others_wait_for_and_its_line(
     assert f"{others} in backward (hanging.py:" in verdict.cause.evidence, job.told
 
 
-def test_a_rank_that_was_killed_is_named_with_the_place_of_those_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_with_the_waiting_ranks_location(tmp_path: Path) -> None:
     with hanging_job("killed", tmp_path, ranks=3) as job:
         verdict = job.wait_for_hang()
     assert (verdict.kind, verdict.culprits, verdict.cause.phase) == (Kind.HANG, (2,), "ended"), job.told
@@ -94,7 +94,7 @@ def test_the_files_that_torch_wrote_are_matched_without_the_probe(tmp_path: Path
     assert match_tails({rank: tail.records for rank, tail in tails.items()}).culprits == (1,)
 
 
-def test_without_the_probe_a_lock_is_a_hang_of_low_confidence(tmp_path: Path) -> None:
+def test_without_the_probe_a_lock_is_a_low_confidence_hang(tmp_path: Path) -> None:
     with hanging_job("lock", tmp_path, probe=False) as job:
         verdict = job.wait_for_hang(places=2)
     assert (verdict.kind, verdict.culprits, verdict.cause.frames[0].function) == (Kind.HANG, (1,), "update_cache")

@@ -17,7 +17,7 @@ STAGES = read_stages(DOCKERFILE, {})
 USERS = {"daemon": "0:0", "daemon-s3": "0:0", "operator": "65532:65532", "probe": "65532:65532"}
 
 
-def test_every_base_is_pinned_by_digest_or_a_stage_of_ours() -> None:
+def test_every_base_is_our_stage_or_pinned_by_digest() -> None:
     for stage in STAGES.values():
         assert stage.base in STAGES or re.fullmatch(r"python:3\.12\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", stage.base)
 
@@ -60,7 +60,7 @@ def test_nothing_else_gets_near_a_build(path: str) -> None:
     assert not is_visible(path, RULES)
 
 
-def test_packages_come_by_hash_or_from_the_stage_before_and_never_from_source() -> None:
+def test_packages_come_by_hash_or_from_an_earlier_stage() -> None:
     installs = [run.value for stage in STAGES.values() for run in stage.all("RUN") if "pip" in run.words[0]]
     assert len(installs) >= 6
     for install in installs:
@@ -85,7 +85,7 @@ def test_a_copy_from_a_stage_names_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_an_image_says_who_it_is_and_runs_as_a_number(name: str) -> None:
+def test_an_image_has_its_labels_and_a_numeric_user(name: str) -> None:
     """Kubernetes can tell that a number is not root; a name it cannot."""
     stage: Stage = STAGES[name]
     user = stage.last("USER")
@@ -98,7 +98,7 @@ def test_an_image_says_who_it_is_and_runs_as_a_number(name: str) -> None:
     assert {f"{prefix}{part}" for part in ("description", "revision", "version")} <= set(labels)
 
 
-def test_bake_builds_each_image_for_both_platforms_with_its_contents_listed() -> None:
+def test_bake_builds_each_image_for_both_platforms_with_an_sbom() -> None:
     components = re.findall(r"component = \[(.*)\]", BAKE)
     assert [name.strip('" ') for name in components[0].split(",")] == list(USERS)
     assert re.findall(r"targets = \[(.*)\]", BAKE) == components

@@ -129,7 +129,7 @@ def locked(name: str) -> set[str]:
     return set(re.findall(r"^([a-z0-9-]+)==", (DOCKER / f"{name}.lock").read_text(), re.MULTILINE))
 
 
-def test_the_daemon_is_well_on_a_read_only_root_with_the_chart_s_capabilities(daemon: Image) -> None:
+def test_daemon_runs_on_a_read_only_root_with_chart_capabilities(daemon: Image) -> None:
     assert told(daemon, ["rankscope", "--version"], DAEMON) == f"rankscope {VERSION}\n"
     report = json.loads(told(daemon, ["rankscope", "doctor", "--json"], DAEMON))
     findings = {finding["check"]: finding for finding in report["findings"]}
@@ -163,7 +163,7 @@ def test_the_operator_starts_as_nobody_on_a_read_only_root(operator: Image) -> N
     assert alone.stderr.startswith("error: "), alone.stderr  # a sentence, no traceback: all of it could be imported
 
 
-def test_the_operator_has_what_its_lock_names_and_nothing_that_reads_processes(operator: Image) -> None:
+def test_the_operator_has_its_locked_packages_and_no_process_readers(operator: Image) -> None:
     assert packages(operator) == locked("operator") | {"rankscope"}
     assert not locked("operator") & {"torch", "py-spy", "nvidia-ml-py", "pyarrow", "rich"}
     modules = ["rankscope.operator", "rankscope.cli.operator"]
@@ -194,7 +194,7 @@ def test_the_webhook_s_command_fills_the_volume_as_any_user(builder: Builder, na
         assert done.stdout.startswith(str(volume)), f"{python}: {done.stdout}{done.stderr}"
 
 
-def test_the_probe_s_image_has_the_probe_its_metadata_and_nothing_else(probe: Image) -> None:
+def test_the_probe_image_holds_only_the_probe_and_its_metadata(probe: Image) -> None:
     assert (probe.entrypoint, probe.command) == (("python3", "-m", "rankscope.probe.injection"), (FOLDER,))
     ours = probe.root / "opt" / "rankscope-probe"
     assert {path.name for path in ours.iterdir()} == {"rankscope", f"rankscope-{VERSION}.dist-info"}
@@ -203,7 +203,7 @@ def test_the_probe_s_image_has_the_probe_its_metadata_and_nothing_else(probe: Im
 
 
 @pytest.mark.parametrize("name", ["daemon", "operator", "probe"])
-def test_nothing_of_ours_can_be_written_by_others_or_raises_rights(builder: Builder, name: str) -> None:
+def test_our_files_are_neither_writable_by_others_nor_setuid(builder: Builder, name: str) -> None:
     for path in (builder.image(name).root / "opt").rglob("*"):
         mode = path.lstat().st_mode
         assert path.is_symlink() or not mode & 0o6022, path

@@ -102,7 +102,7 @@ def pids_under_py_spy(daemon: Serving) -> set[int]:
     return read
 
 
-def test_rings_of_every_bad_kind_are_named_and_cost_nobody_else_anything(daemon: Serving, job: DemoJob) -> None:
+def test_every_kind_of_bad_ring_is_named_and_contained(daemon: Serving, job: DemoJob) -> None:
     version = ring_layout.VERSION
     sizes = f"{ring_layout.HEADER_BYTES}, {ring_layout.RECORD_BYTES}, {ring_layout.CAPACITY}"
     expected = {
@@ -138,9 +138,7 @@ def test_rings_of_every_bad_kind_are_named_and_cost_nobody_else_anything(daemon:
     daemon.wait_until(lambda: daemon.values("rankscope_rank_up", **run_labels(EVIL_JOB)) == [])
 
 
-def test_a_rank_killed_in_the_middle_of_its_recording_disturbs_neither_its_peer_nor_others(
-    daemon: Serving, job: DemoJob
-) -> None:
+def test_a_rank_killed_while_recorded_disturbs_no_other_rank(daemon: Serving, job: DemoJob) -> None:
     where = {"address": "10.0.0.9", "port": "7", "run_id": "killed"}
     name = "killed"
     with keeper("honest", claims("0", 2, **where)), keeper("honest", claims("1", 2, **where)) as doomed:
@@ -160,9 +158,7 @@ def test_a_rank_killed_in_the_middle_of_its_recording_disturbs_neither_its_peer_
         assert_the_others_go_on(daemon, job)
 
 
-def test_of_two_processes_that_claim_one_rank_the_older_is_watched_and_the_younger_takes_over_when_it_ends(
-    daemon: Serving, job: DemoJob
-) -> None:
+def test_a_ranks_older_claimant_is_watched_until_it_ends(daemon: Serving, job: DemoJob) -> None:
     def watched_pid(name: str, rank: int) -> int | None:
         infos = [labels for found, labels, _ in daemon.scrape() if found == "rankscope_rank_info"]
         pids = [int(labels["pid"]) for labels in infos if (run_of(labels), labels["rank"]) == (name, str(rank))]
@@ -234,9 +230,7 @@ def wait_for_kind(daemon: Serving, job: DemoJob, rank: int, kind: str) -> None:
     daemon.wait_until(lambda: daemon.kinds(job.job_name, rank, "stacks") == {kind})
 
 
-def test_without_py_spy_or_without_its_right_to_read_memory_steps_go_on_and_the_reason_is_told(
-    job: DemoJob, tmp_path: Path, open_folder: Path
-) -> None:
+def test_without_a_usable_py_spy_steps_continue_with_a_reason(job: DemoJob, tmp_path: Path, open_folder: Path) -> None:
     real = find_py_spy()
     assert real is not None
     powerless = open_folder / "py-spy-as-nobody"
@@ -258,7 +252,7 @@ def test_without_py_spy_or_without_its_right_to_read_memory_steps_go_on_and_the_
             assert_the_others_go_on(daemon, job)
 
 
-def test_a_daemon_that_may_not_read_other_users_processes_says_so_and_lives(job: DemoJob, open_folder: Path) -> None:
+def test_a_daemon_denied_other_users_processes_reports_it_and_continues(job: DemoJob, open_folder: Path) -> None:
     with serving(open_folder, "daemon", launcher=(sys.executable, "-c", DAEMON_AS_NOBODY)) as daemon:
         daemon.wait_until(lambda: daemon.value("rankscope_daemon_discovery_problems"))
         daemon.wait_for_words("of other users cannot be read; run as root or with CAP_SYS_PTRACE")

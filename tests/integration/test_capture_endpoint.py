@@ -47,7 +47,7 @@ def served_directory(directory: str) -> Iterator[Endpoint]:
         yield endpoint
 
 
-def test_a_poll_is_answered_by_the_socket_it_went_to_and_an_offer_is_handed_once() -> None:
+def test_the_polled_socket_answers_and_hands_an_offer_once() -> None:
     with peer() as trainer, endpoint_for(trainer) as endpoint:
         trainer.do(do="hear", seconds=0)
         handed: list[float] = []
@@ -80,7 +80,7 @@ def test_a_registration_is_answered_with_a_count() -> None:
         assert struct.unpack("<i", text.encode("latin-1"))[0] >= 1
 
 
-def test_an_offer_waits_while_a_profiler_of_the_users_own_runs() -> None:
+def test_an_offer_waits_while_the_users_own_profiler_runs() -> None:
     with peer() as trainer, endpoint_for(trainer) as endpoint:
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
         assert trainer.polls(mask=1) == [""]
@@ -101,7 +101,7 @@ def test_an_offer_is_for_one_incarnation_of_one_process_only() -> None:
         assert trainer.polls() == ["B=1\n"]
 
 
-def test_a_process_that_claims_to_be_one_of_another_namespace_is_not_answered() -> None:
+def test_a_process_that_claims_another_namespaces_pid_is_not_answered() -> None:
     with peer() as trainer, peer() as liar, endpoint_for(trainer, liar) as endpoint:
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
         assert liar.is_ignored(spoofed_pid=trainer.pid)
@@ -163,7 +163,7 @@ def test_descriptors_that_a_sender_passes_along_are_not_kept() -> None:
         assert others() == before
 
 
-def test_an_answer_that_would_come_too_late_is_not_sent_and_its_offer_stays() -> None:
+def test_a_late_answer_is_not_sent_and_its_offer_stays() -> None:
     delays = [0.2]
     handed = threading.Event()
 
@@ -181,7 +181,7 @@ def test_an_answer_that_would_come_too_late_is_not_sent_and_its_offer_stays() ->
         assert handed.wait(60)
 
 
-def test_the_first_word_of_a_client_to_a_young_socket_is_not_answered() -> None:
+def test_a_clients_first_poll_on_a_new_socket_is_unanswered() -> None:
     # It may be libkineto's last try to send, after which it does not wait for an answer.
     with peer() as trainer, endpoint_for(trainer, settling_seconds=3600.0) as endpoint:
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
@@ -192,7 +192,7 @@ def test_the_first_word_of_a_client_to_a_young_socket_is_not_answered() -> None:
         assert trainer.is_ignored(name="dynoconfigclient-1"), "another client"
 
 
-def test_a_client_that_seems_to_be_an_answer_behind_is_left_without_one_once() -> None:
+def test_a_client_one_answer_behind_is_skipped_once() -> None:
     with peer() as trainer, endpoint_for(trainer) as endpoint:
         assert trainer.polls() == [""]
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
@@ -202,7 +202,7 @@ def test_a_client_that_seems_to_be_an_answer_behind_is_left_without_one_once() -
         assert trainer.polls() == ["A=1\n"]
 
 
-def test_ten_thousand_clients_in_one_namespace_cost_bounded_memory_and_starve_no_other(measured: Measured) -> None:
+def test_a_flooded_namespace_costs_bounded_memory_and_starves_no_other(measured: Measured) -> None:
     with peer() as flooder, peer() as trainer, endpoint_for(flooder, trainer) as endpoint:
         flooder.tell(do="flood", clients=10_000, also_noise=True)
         flooded = threading.Thread(target=flooder.answer)
@@ -251,7 +251,7 @@ def test_a_namespace_without_ranks_is_left_and_its_clients_forgotten() -> None:
         assert f"Address already in use; it belongs to pid {trainer.pid} (python" in failure, failure
 
 
-def test_a_namespace_that_cannot_be_entered_is_tried_again_with_another_process() -> None:
+def test_an_unenterable_namespace_is_retried_with_another_process() -> None:
     with peer() as moved, peer() as trainer, endpoint_for() as endpoint:
         watch(endpoint, {trainer.namespace: moved.pid})
         failure = endpoint.failure(trainer.namespace)
@@ -261,7 +261,7 @@ def test_a_namespace_that_cannot_be_entered_is_tried_again_with_another_process(
         assert trainer.polls() == [""]
 
 
-def test_a_namespace_that_was_not_entered_for_want_of_cpu_is_tried_again_at_once(
+def test_a_namespace_missed_for_lack_of_cpu_is_retried_immediately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real, tries = sockets.bind_in, []
@@ -280,7 +280,7 @@ def test_a_namespace_that_was_not_entered_for_want_of_cpu_is_tried_again_at_once
         assert len(tries) == 2 and endpoint.failure(trainer.namespace) is None
 
 
-def test_file_sockets_serve_clients_of_other_namespaces_that_use_the_same_directory_to_the_letter(
+def test_file_sockets_serve_only_clients_naming_the_identical_directory(
     directory: str,
 ) -> None:
     link = directory + "-link"
@@ -301,7 +301,7 @@ def test_file_sockets_serve_clients_of_other_namespaces_that_use_the_same_direct
         Path(link).unlink()
 
 
-def test_a_client_whose_socket_is_replaced_by_a_link_is_not_answered(directory: str) -> None:
+def test_a_client_whose_socket_becomes_a_link_is_not_answered(directory: str) -> None:
     with peer() as trainer, served_directory(directory):
         assert trainer.polls(directory=directory) == [""]
         path = Path(directory, "dynoconfigclient-0")
@@ -310,7 +310,7 @@ def test_a_client_whose_socket_is_replaced_by_a_link_is_not_answered(directory: 
         assert trainer.is_ignored(directory=directory)
 
 
-def test_a_stale_socket_file_is_replaced_a_served_one_is_not_and_ours_goes_with_us(directory: str) -> None:
+def test_only_a_stale_socket_file_is_replaced_and_ours_removed(directory: str) -> None:
     path = Path(directory, "dynolog")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
         stale.bind(str(path))

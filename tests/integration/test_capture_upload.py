@@ -172,7 +172,7 @@ def test_artifacts_reach_a_real_s3_api_that_fails_twice_first(
             assert size == one.size_bytes
 
 
-def test_an_upload_that_is_cancelled_ends_at_once_and_the_artifact_stays(
+def test_a_cancelled_upload_ends_at_once_and_keeps_the_artifact(
     tmp_path: Path, s3_environment: pytest.MonkeyPatch
 ) -> None:
     class Deaf(_PassingOn):
@@ -193,9 +193,7 @@ def test_an_upload_that_is_cancelled_ends_at_once_and_the_artifact_stays(
         assert one.notes[0].endswith("cancelled")
 
 
-def test_a_bucket_that_does_not_exist_is_a_note_and_is_not_made(
-    tmp_path: Path, s3_environment: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_bucket_is_noted_and_not_created(tmp_path: Path, s3_environment: pytest.MonkeyPatch) -> None:
     with _s3(tmp_path) as port:
         s3_environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         store = Store(tmp_path / "captures")

@@ -194,7 +194,7 @@ def tables(job: Job) -> list[dict[tuple[int, int], tuple[int, ...]]]:
     return found
 
 
-def test_groups_have_the_same_number_on_all_members_and_another_one_each(tmp_path: Path) -> None:
+def test_a_group_has_one_distinct_number_on_all_members(tmp_path: Path) -> None:
     with running(tmp_path, GROUPS, ranks=3) as job:
         job.wait_until_done()
         found = tables(job)
@@ -211,9 +211,7 @@ def test_groups_have_the_same_number_on_all_members_and_another_one_each(tmp_pat
         assert job.finish() == [(0, "")] * 3
 
 
-def test_functional_and_coalesced_collectives_count_as_waiting_and_messages_as_point_to_point(
-    tmp_path: Path, measured: Measured
-) -> None:
+def test_functional_and_coalesced_collectives_are_waiting_and_messages_p2p(tmp_path: Path, measured: Measured) -> None:
     with running(tmp_path, KINDS, ranks=2) as job:
         job.wait_until_done()
         waiting, late = job.samples()
@@ -230,7 +228,7 @@ def test_functional_and_coalesced_collectives_count_as_waiting_and_messages_as_p
         assert job.finish() == [(0, "")] * 2
 
 
-def test_other_groups_torchscript_and_a_new_start_of_torch_distributed_leave_the_probe_on(tmp_path: Path) -> None:
+def test_unusual_groups_torchscript_and_reinitialization_leave_the_probe_on(tmp_path: Path) -> None:
     with running(tmp_path, UNUSUAL) as job:
         job.wait_until_done()
         assert job.samples()[0].steps_total == 2
@@ -239,7 +237,7 @@ def test_other_groups_torchscript_and_a_new_start_of_torch_distributed_leave_the
         assert job.finish() == [(0, "")]
 
 
-def test_the_same_functions_are_compiled_to_the_same_graphs_with_the_probe_as_without(tmp_path: Path) -> None:
+def test_the_probe_does_not_change_compiled_graphs(tmp_path: Path) -> None:
     said = []
     for is_on in ("1", "0"):
         folder = tmp_path / is_on

@@ -114,7 +114,7 @@ def opened(chromium: Browser, kind: str, part: str) -> Page:
     return chromium.attached(found[0])
 
 
-def test_a_token_is_asked_for_kept_in_the_tab_and_asked_for_again_when_it_ends(page: Page, console: Served) -> None:
+def test_a_token_is_kept_in_the_tab_until_it_ends(page: Page, console: Served) -> None:
     visit(page, console.url)
     log_in(page, "forged")
     wait_for(page, "document.querySelector('[role=alert]')?.innerText.includes('not accepted')")
@@ -144,7 +144,7 @@ Response.prototype.json = async function () {
 """
 
 
-def test_a_refusal_that_is_read_after_the_login_does_not_ask_again(page: Page, console: Served) -> None:
+def test_a_late_refusal_after_login_does_not_ask_again(page: Page, console: Served) -> None:
     page.call("Page.addScriptToEvaluateOnNewDocument", source=LATE_REFUSALS)
     visit(page, f"{console.url}?view=captures&capture=lab%2Fmine")
     wait_for(page, "window.isHeld === true")
@@ -213,7 +213,7 @@ def test_a_token_opens_recordings_in_perfetto(page: Page, console: Served, chrom
         thread.join()
 
 
-def test_a_token_that_has_ended_is_answered_with_what_to_do(page: Page, console: Served, chromium: Browser) -> None:
+def test_an_ended_token_is_answered_with_the_next_step(page: Page, console: Served, chromium: Browser) -> None:
     visit(page, f"{console.url}?view=captures&capture=lab%2Fmine")
     log_in(page, console.ada)
     wait_for(page, "document.querySelector('a[download]') !== null")
@@ -240,7 +240,7 @@ ADDRESSES = (
 )
 
 
-def test_neither_an_address_nor_events_show_a_run_of_another_namespace(page: Page, console: Served) -> None:
+def test_addresses_and_events_show_no_run_of_another_namespace(page: Page, console: Served) -> None:
     visit(page, console.url)
     log_in(page, console.ada)
     wait_for(page, f"({TEXT}).includes('{MINE}')")

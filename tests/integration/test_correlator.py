@@ -139,9 +139,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(1800)
-def test_a_slow_rank_of_two_machines_is_named_captured_and_found_again_after_restarts(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_a_slow_rank_is_named_captured_and_found_after_restarts(fleet: Fleet, tmp_path: Path) -> None:
     wait_until(lambda: fleet.value("rankscope_operator_daemons_connected") == 1, fleet.explain)
     fleet.nodes_file.write_text("10.77.0.1\n10.77.0.2:9465\n")
     run = fleet.wait_for_the_slow_rank()

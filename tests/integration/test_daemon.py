@@ -88,9 +88,7 @@ def first_message(
     return next(message for message in stream if wanted(message))
 
 
-def test_it_serves_metrics_health_and_reflection_and_ends_cleanly_on_sigterm(
-    running: Running, measured: Measured
-) -> None:
+def test_the_daemon_serves_metrics_health_reflection_and_ends_on_sigterm(running: Running, measured: Measured) -> None:
     assert "rankscope_daemon_ranks " in running.scrape()
     assert urllib.request.urlopen(running.metrics_url.replace("/metrics", "/healthz")).status == 200
     with grpc.insecure_channel(running.grpc_target) as channel:

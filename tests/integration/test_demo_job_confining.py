@@ -42,7 +42,7 @@ def cpu_share(pid: int, seconds: float) -> float:
 
 
 @pytest.mark.parametrize("confine_it", [by_whatever_works_here, StopAndGo])
-def test_a_confined_process_gets_less_than_half_a_core_until_it_is_let_go(
+def test_a_confined_process_gets_under_half_a_core_until_released(
     busy: subprocess.Popen[bytes], confine_it: Callable[[int], ControlGroup | StopAndGo], measured: Measured
 ) -> None:
     confinement = confine_it(busy.pid)
@@ -59,13 +59,13 @@ def test_a_confined_process_gets_less_than_half_a_core_until_it_is_let_go(
     assert not (isinstance(confinement, ControlGroup) and confinement.folder.exists())
 
 
-def test_a_process_that_ran_for_longer_than_planned_is_stopped_for_longer() -> None:
+def test_a_process_that_overran_is_stopped_for_longer() -> None:
     for ran_seconds in (0.02, 0.2):
         assert ran_seconds / (ran_seconds + stop_seconds(ran_seconds)) == pytest.approx(RUNNING_FRACTION)
     assert stop_seconds(4.0) == LONGEST_STOP_SECONDS
 
 
-def test_where_no_control_group_can_be_made_the_process_is_stopped_and_started(
+def test_without_a_control_group_the_process_is_stopped_and_started(
     busy: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     (tmp_path / "cgroup.procs").write_text("")
@@ -78,7 +78,7 @@ def test_where_no_control_group_can_be_made_the_process_is_stopped_and_started(
     assert list(tmp_path.iterdir()) == [tmp_path / "cgroup.procs"]
 
 
-def test_a_process_runs_on_when_the_process_that_stopped_it_is_killed(busy: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_process_resumes_when_its_stopper_is_killed(busy: subprocess.Popen[bytes]) -> None:
     code = (
         "import sys; from rankscope.cli.demo_job.cpu_limit import StopAndGo; "
         "print(StopAndGo(int(sys.argv[1])).helper_pid, flush=True); sys.stdin.read()"

@@ -33,7 +33,7 @@ print([problem.text for problem in discovery.scan().problems])
 """
 
 
-def test_a_torchrun_job_has_its_ranks_and_neither_launcher_nor_workers_are_among_them() -> None:
+def test_a_torchrun_jobs_ranks_exclude_launcher_and_workers() -> None:
     with small_ddp_job("discovered") as job:
         discovery = RankDiscovery()
         ranks = [rank for rank in discovery.scan().ranks if rank.job == "discovered"]
@@ -49,7 +49,7 @@ def test_a_torchrun_job_has_its_ranks_and_neither_launcher_nor_workers_are_among
     assert not [rank for rank in discovery.scan().ranks if rank.job == "discovered"]
 
 
-def test_a_lone_process_with_a_ring_is_a_job_of_one_rank_and_its_fork_is_not() -> None:
+def test_a_lone_ring_process_is_a_job_without_its_fork() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with subprocess.Popen(
         [sys.executable, "-c", LONE_TRAINER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -76,7 +76,7 @@ def run(block: Block, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("block", [block for block in blocks() if not block.mark], ids=str)
-def test_the_commands_of_a_block_work_and_print_what_the_page_shows(block: Block, folder: Path) -> None:
+def test_a_blocks_commands_run_and_print_what_the_page_shows(block: Block, folder: Path) -> None:
     programs = {program for program, *_ in block.commands()}
     missing = {program for program in programs - {"rankscope"} if "/" not in program and not _is_there(program)}
     assert not missing, f"{block} needs {', '.join(sorted(missing))}: write `<!-- illustration: REASON -->` before it"

@@ -76,7 +76,7 @@ def test_search_zoom_and_the_orders_work_in_a_browser(tmp_path: Path) -> None:
         assert {one["params"]["request"]["url"] for one in requests} == {path.as_uri()}
 
 
-def test_colours_show_what_is_more_and_what_is_less_than_in_the_reference(tmp_path: Path) -> None:
+def test_colours_distinguish_more_and_less_than_the_reference(tmp_path: Path) -> None:
     path = tmp_path / "flame.html"
     path.write_bytes(flame_graph(profile(41), "rank 3", profile(2)))
     with page(tmp_path) as browser:

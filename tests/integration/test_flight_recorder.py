@@ -82,7 +82,7 @@ def analyze(capsys: pytest.CaptureFixture[str], *paths: object) -> dict[str, Any
     return found
 
 
-def test_the_rank_that_did_not_enter_is_named_with_its_line(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rank_that_never_entered_is_named_with_its_line(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = 1 + next(number for number, text in enumerate(JOB.splitlines()) if text == "    dist.barrier()")
     found = analyze(capsys, dumps / "never entered" / "trace_rank_*")
     assert (found["verdict"], found["culprits"], found["ranks"]) == ("hang", [1], [0, 1, 2])

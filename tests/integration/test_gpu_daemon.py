@@ -101,7 +101,7 @@ def test_metrics_of_two_gpus_are_as_in_the_golden_file(stubbed: tuple[Serving, S
     assert text == GOLDEN.read_text()
 
 
-def test_each_rank_is_joined_to_its_gpu_and_gets_its_figures(stubbed: tuple[Serving, Script, list[int]]) -> None:
+def test_each_rank_gets_the_figures_of_its_own_gpu(stubbed: tuple[Serving, Script, list[int]]) -> None:
     daemon, _, pids = stubbed
     daemon.wait_until(lambda: len(daemon.values("rankscope_gpu_info")) == 2)
     gpus = {labels["index"]: labels["gpu"] for name, labels, _ in daemon.scrape() if name == "rankscope_gpu_info"}
@@ -135,7 +135,7 @@ def window_of(daemon: Serving, rank: int) -> RankWindow:
     raise AssertionError(f"no window of rank {rank} has a GPU: {daemon.log}")
 
 
-def test_a_driver_that_hangs_delays_no_window_and_its_return_is_noticed(
+def test_a_hung_driver_delays_no_window_and_recovery_is_noticed(
     stubbed: tuple[Serving, Script, list[int]],
 ) -> None:
     daemon, script, _ = stubbed
@@ -149,7 +149,7 @@ def test_a_driver_that_hangs_delays_no_window_and_its_return_is_noticed(
     wait_until(lambda: daemon.values("rankscope_gpu_up") == [1, 1], lambda: daemon.log)
 
 
-def test_without_a_driver_the_daemon_says_so_once_and_goes_on(tmp_path: Path) -> None:
+def test_a_missing_driver_is_reported_once_and_the_daemon_continues(tmp_path: Path) -> None:
     """A library that says there is no driver: as on a node without GPUs, whatever this machine has."""
     script = Script(tmp_path / "script", init_error=9)
     environment = script.environment(build_stub(tmp_path))

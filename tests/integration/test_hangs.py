@@ -15,9 +15,7 @@ from tests.hangs.hanging_job import SCRIPT, hanging_job
 pytestmark = pytest.mark.acceptance
 
 
-def test_a_data_loader_that_hangs_is_named_by_the_line_of_its_worker(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hung_data_loader_is_named_by_its_workers_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging_job("data loader", tmp_path) as job:
         verdict = job.wait_for_hang(places=2)
         report = job.wait_for_report()

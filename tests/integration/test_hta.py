@@ -104,7 +104,7 @@ def test_real_traces_break_down_as_by_hta(compared: Compared) -> None:
     assert compared.disagreements("real") == []
 
 
-def test_hta_s_own_traces_and_variants_of_them_break_down_as_by_hta(compared: Compared) -> None:
+def test_htas_own_traces_and_variants_break_down_as_by_hta(compared: Compared) -> None:
     shared("hta_pair")
     assert len(compared.given("borrowed", "overlap_percent")) == 2 + len(trace_variants.MICROSECOND_VARIANTS)
     assert compared.disagreements("borrowed") == []
@@ -121,7 +121,7 @@ def test_small_random_traces_break_down_as_by_hta(compared: Compared) -> None:
     assert compared.disagreements("random") == []
 
 
-def test_without_its_rules_a_figure_differs_from_hta_s_by_its_rounding_and_no_more(compared: Compared) -> None:
+def test_without_htas_rules_figures_differ_only_by_rounding(compared: Compared) -> None:
     """Of traces without steps to leave out and without waits that HTA takes for work."""
     judged = 0
     for file in compared.files["varied"] + compared.files["borrowed"]:

@@ -54,7 +54,7 @@ def installed(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env" / "bin"
 
 
-def test_the_source_archive_holds_what_the_wheel_is_built_from_and_no_junk(archive: Path) -> None:
+def test_the_source_archive_holds_the_wheels_sources_and_no_junk(archive: Path) -> None:
     with tarfile.open(archive) as opened:
         names = [name.partition("/")[2] for name in opened.getnames()]
     tracked = run(["git", "-C", str(ROOT), "ls-files"], archive.parent).split() if (ROOT / ".git").exists() else names
@@ -78,9 +78,7 @@ def test_the_command_works_outside_the_checkout(installed: Path, tmp_path: Path)
 
 
 @pytest.mark.acceptance
-def test_the_demo_finds_a_slow_rank_outside_the_checkout_which_may_be_the_first(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_the_demo_outside_the_checkout_finds_a_slow_first_rank(installed: Path, tmp_path: Path) -> None:
     fault = "slow-rank:rank=0,delay=60"
     printed = run([str(installed / "rankscope"), "demo", "--ranks", "2", "--fault", fault, "--json"], tmp_path)
     report = json.loads(printed.splitlines()[-1])

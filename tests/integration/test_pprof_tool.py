@@ -49,7 +49,7 @@ def test_go_tool_pprof_reads_the_same_totals(tmp_path: Path) -> None:
     assert re.search(r"load_image .*dataset\.py:88", top(profile, "-lines"))
 
 
-def test_go_tool_pprof_shows_the_time_of_kernels_as_time_on_the_device(tmp_path: Path) -> None:
+def test_go_tool_pprof_shows_kernel_time_as_device_time(tmp_path: Path) -> None:
     kernel, launch = Frame("gemm", "", 0, KERNEL), Frame("cudaLaunchKernel", "", 0, NATIVE)
     profile = Profile.of([SampledStack((kernel, launch, MAIN), 3, 2_500_000), SampledStack((kernel,), 1, 500_000)])
     exported = tmp_path / "gpu.pb.gz"

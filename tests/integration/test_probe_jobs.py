@@ -105,7 +105,7 @@ if len(sys.argv) < 3:
 """
 
 
-def test_the_slow_rank_has_the_same_step_time_but_more_time_of_its_own(tmp_path: Path, measured: Measured) -> None:
+def test_slow_ranks_have_equal_step_time_but_more_self_time(tmp_path: Path, measured: Measured) -> None:
     environment = {"RANKSCOPE_PARALLELISM": "dp=2", "RANKSCOPE_MODEL": "params=1M,sequence=2,batch=4"}
     with running(tmp_path, DDP, ranks=2, **environment) as job:
         job.wait_until_done()
@@ -193,7 +193,7 @@ def test_a_failure_inside_the_probe_changes_nothing_but_one_line(tmp_path: Path)
         assert job.finish() == [(7, line)]
 
 
-def test_a_stalled_rank_goes_on_telling_how_far_its_collectives_are(tmp_path: Path) -> None:
+def test_a_stalled_rank_keeps_reporting_its_collective_progress(tmp_path: Path) -> None:
     script = (
         "import sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=0, world_size=1)\n"
@@ -219,7 +219,7 @@ def test_a_stalled_rank_goes_on_telling_how_far_its_collectives_are(tmp_path: Pa
         assert job.finish()[0][0] == 0
 
 
-def test_a_process_that_ends_waits_for_a_read_of_its_recorder(tmp_path: Path) -> None:
+def test_an_ending_process_waits_for_a_read_of_its_recorder(tmp_path: Path) -> None:
     """A thread that is inside torch while the interpreter ends may crash it."""
     own = tmp_path / "own"
     own.mkdir()

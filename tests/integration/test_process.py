@@ -33,7 +33,7 @@ def measured_until(rank: RankProcess, good: Callable[[ProcessSample], bool]) -> 
     wait_until(is_good)
 
 
-def test_a_rank_that_shares_one_core_shows_cpu_time_and_run_delay() -> None:
+def test_a_core_sharing_rank_shows_cpu_time_and_run_delay() -> None:
     """Both burners on one CPU: each is ready to run about half of the time and does not."""
     cpu = min(os.sched_getaffinity(0))
     program = f"import os\nos.sched_setaffinity(0, [{cpu}])\nwhile True: pass"

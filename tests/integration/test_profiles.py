@@ -75,7 +75,7 @@ def lines(*command: str | Path) -> list[list[str]]:
 
 
 @pytest.mark.acceptance
-def test_a_daemon_killed_at_any_moment_loses_at_most_the_last_interval(tmp_path: Path) -> None:
+def test_a_killed_daemon_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     rounds = lines(*STORE, "killed", tmp_path, "50")
     assert len(rounds) == 50
     first = rounds[0][1]
@@ -86,7 +86,7 @@ def test_a_daemon_killed_at_any_moment_loses_at_most_the_last_interval(tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="to mount a disk needs root")
-def test_a_full_disk_loses_profiles_and_says_so_until_there_is_room_again(tmp_path: Path) -> None:
+def test_a_full_disk_loses_profiles_and_reports_it_until_freed(tmp_path: Path) -> None:
     assert lines(*ON_SMALL_DISK, tmp_path, *STORE, "full_disk", tmp_path) == [
         ["0", "1", "none"],
         ["300", "1", "disk"],
@@ -125,7 +125,7 @@ def test_the_stacks_of_all_ranks_are_shown(watched: Serving) -> None:
     assert found["run"] == RUN and all("main (" in " ".join(group["stack"]) for group in found["groups"])
 
 
-def test_what_is_kept_is_counted_and_the_daemon_ends_with_it_on_disk(watched: Serving) -> None:
+def test_no_samples_are_lost_and_stored_bytes_are_exported(watched: Serving) -> None:
     assert watched.value("rankscope_profile_samples_total", result="lost") == 0
     assert watched.values("rankscope_profile_store_bytes")
     assert "profiles cannot" not in watched.log

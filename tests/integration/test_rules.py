@@ -36,7 +36,7 @@ def test_promtool_accepts_the_rules() -> None:
     assert checked.returncode == 0 and "FAILED" not in checked.stdout + checked.stderr, checked.stdout + checked.stderr
 
 
-def test_promtool_accepts_the_example_of_a_prometheus_with_the_rules_it_names() -> None:
+def test_promtool_accepts_the_example_prometheus_and_its_rules() -> None:
     checked = run("promtool", "check", "config", "prometheus.example.yaml")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "Checking recording.yaml" in checked.stdout and "Checking alerts.yaml" in checked.stdout

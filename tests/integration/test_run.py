@@ -21,7 +21,7 @@ def slow_line() -> int:
     return 1 + next(n for n, line in enumerate(SLOW_RANK.read_text().splitlines()) if line.endswith("# here"))
 
 
-def test_a_command_of_torchrun_ends_with_the_slow_rank_its_line_and_what_to_try(tmp_path: Path) -> None:
+def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -> None:
     end, summary, page = tmp_path / "end", tmp_path / "summary.json", tmp_path / "card.html"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SLOW_RANK), str(end))
     with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
@@ -66,13 +66,13 @@ def test_a_command_of_torchrun_ends_with_the_slow_rank_its_line_and_what_to_try(
         (("/etc/passwd",), 126),
     ],
 )
-def test_input_output_and_the_way_it_ends_are_those_of_the_command(command: tuple[str, ...], status: int) -> None:
+def test_input_output_and_exit_status_are_those_of_the_command(command: tuple[str, ...], status: int) -> None:
     done = subprocess.run([*RUN, "--", *command], input="through\n", capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("through\n" if command[0] == "sh" else "")
 
 
-def test_signals_are_forwarded_and_a_command_without_ranks_gets_a_reason(tmp_path: Path) -> None:
+def test_signals_are_forwarded_and_missing_ranks_are_explained(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     script = f'trap "echo terminated; exit 9" TERM; touch {ready}; while :; do sleep 0.1; done'
     running = subprocess.Popen(

@@ -157,7 +157,7 @@ def recorded(source: StacksCollector, ranks: list[RankProcess]) -> dict[int, Sta
 
 
 @pytest.mark.acceptance
-def test_a_real_job_shows_its_phases_and_the_line_it_sleeps_on(source: StacksCollector) -> None:
+def test_a_real_job_shows_its_phases_and_sleeping_line(source: StacksCollector) -> None:
     with small_ddp_job("stacked"):
         ranks = [rank for rank in RankDiscovery().scan().ranks if rank.job == "stacked"]
         phases: Counter[str] = Counter()
@@ -180,9 +180,7 @@ def test_a_real_job_shows_its_phases_and_the_line_it_sleeps_on(source: StacksCol
         assert all(isinstance(dump, StallDump) and dump.stack for dump in dumps.values()), dumps
 
 
-def test_time_that_python_code_takes_inside_backward_is_shown_on_its_own_line(
-    source: StacksCollector, measured: Measured
-) -> None:
+def test_python_time_inside_backward_is_shown_on_its_line(source: StacksCollector, measured: Measured) -> None:
     """On the pretended device as on a GPU, autograd runs that code on a thread of its own."""
     slow_function = {"function": "Scale.backward", "tensor_hook": "slow_tensor_hook", "module_hook": "slow_module_hook"}
     slow_function["device"] = "Scale.backward"
@@ -203,9 +201,7 @@ def test_time_that_python_code_takes_inside_backward_is_shown_on_its_own_line(
             assert dump.stack[-1].function == "<module>", kind
 
 
-def test_a_forward_that_is_recomputed_inside_backward_is_work_of_the_backward(
-    source: StacksCollector, measured: Measured
-) -> None:
+def test_a_forward_recomputed_in_backward_counts_as_backward(source: StacksCollector, measured: Measured) -> None:
     with slow_backwards(["recompute"]) as ranks:
         sample = recorded(source, ranks)[0]
     assert isinstance(sample, StackSample), sample
@@ -218,7 +214,7 @@ def test_a_forward_that_is_recomputed_inside_backward_is_work_of_the_backward(
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(900)
-def test_processes_with_many_threads_are_sampled_at_five_hertz_at_least_within_the_budget(
+def test_many_threaded_processes_get_at_least_five_hertz_within_budget(
     source: StacksCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankscope.daemon.stacks.sampling_budget.OBSERVED_SECONDS", 10.0)
@@ -266,7 +262,7 @@ def test_processes_with_many_threads_are_sampled_at_five_hertz_at_least_within_t
     assert source.recorded_ratio > 0.25
 
 
-def test_a_process_that_dies_under_the_recording_leaves_what_was_seen_or_says_so(source: StacksCollector) -> None:
+def test_a_process_dying_while_recorded_leaves_samples_or_a_reason(source: StacksCollector) -> None:
     with sleeper() as doomed, sleeper() as neighbour:
         ranks = [as_rank(doomed.pid, 0), as_rank(neighbour.pid, 1)]
         source.collect(ranks, SPAN)
@@ -282,7 +278,7 @@ def test_a_process_that_dies_under_the_recording_leaves_what_was_seen_or_says_so
         assert dump.kind == "died"
 
 
-def test_a_stopped_process_is_read_and_stays_stopped_and_counts_as_stopped(source: StacksCollector) -> None:
+def test_a_stopped_process_is_read_as_stopped_without_resuming(source: StacksCollector) -> None:
     with sleeper() as process:
         rank = as_rank(process.pid)
         usage = ProcessCollector()
@@ -297,7 +293,7 @@ def test_a_stopped_process_is_read_and_stays_stopped_and_counts_as_stopped(sourc
         assert isinstance(dumped(source, [rank])[rank.key], StallDump)
 
 
-def test_a_process_that_is_no_python_is_unreadable_with_py_spys_own_words(source: StacksCollector) -> None:
+def test_a_non_python_process_is_unreadable_in_py_spys_words(source: StacksCollector) -> None:
     with subprocess.Popen(["sleep", "900"]) as process:
         try:
             problem = recorded(source, [as_rank(process.pid)])[0]
@@ -308,7 +304,7 @@ def test_a_process_that_is_no_python_is_unreadable_with_py_spys_own_words(source
     assert "python version" in problem.text
 
 
-def test_a_process_of_another_user_is_a_permission_problem_with_the_next_step() -> None:
+def test_another_users_process_is_a_permission_problem_with_advice() -> None:
     py_spy = find_py_spy()
     assert py_spy is not None
     with sleeper() as process, tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,7 @@ def rankscope(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_job_is_listed_with_both_ranks_their_windows_and_a_verdict(up: Serving, job: DemoJob) -> None:
+def test_a_job_is_listed_with_ranks_windows_and_a_verdict(up: Serving, job: DemoJob) -> None:
     up.wait_until(lambda: is_judged(up, job.job_name))
     status = status_of(up, job.job_name)
     assert status is not None
@@ -85,7 +85,7 @@ def test_a_job_is_listed_with_both_ranks_their_windows_and_a_verdict(up: Serving
     up.wait_until(lambda: re.search(rf"^\d\d:\d\d:\d\d . {job.job_name}: \S", up.output, re.MULTILINE))
 
 
-def test_metrics_count_the_steps_of_both_ranks_and_tell_identity_once(up: Serving, job: DemoJob) -> None:
+def test_metrics_count_both_ranks_steps_and_give_identity_once(up: Serving, job: DemoJob) -> None:
     up.wait_until(lambda: all(up.steps(job.job_name, rank) > 0 for rank in range(2)))
     ours = [(name, labels) for name, labels, _ in up.scrape() if run_of(labels) == job.job_name]
     for rank, pid in enumerate(job.pids):
@@ -99,7 +99,7 @@ def test_metrics_count_the_steps_of_both_ranks_and_tell_identity_once(up: Servin
     up.wait_until(lambda: abs(up.steps(job.job_name, 0) - job.steps_done()[0]) < 0.2 * job.steps_done()[0])
 
 
-def test_promtool_has_no_complaint_about_the_page_with_a_job_on_it(up: Serving, job: DemoJob) -> None:
+def test_promtool_accepts_the_page_with_a_job(up: Serving, job: DemoJob) -> None:
     up.wait_until(lambda: is_judged(up, job.job_name))
     with urllib.request.urlopen(up.metrics_url, timeout=PATIENCE_SECONDS) as answer:
         page = answer.read().decode()
@@ -107,7 +107,7 @@ def test_promtool_has_no_complaint_about_the_page_with_a_job_on_it(up: Serving, 
     assert complaints(page) == ""
 
 
-def test_top_once_prints_the_verdict_and_a_row_for_each_rank(up: Serving, job: DemoJob) -> None:
+def test_top_once_prints_the_verdict_and_every_rank(up: Serving, job: DemoJob) -> None:
     up.wait_until(lambda: is_judged(up, job.job_name))
 
     def has_a_row_of_numbers(rank: int, screen: str) -> bool:
@@ -129,7 +129,7 @@ def test_top_once_prints_the_verdict_and_a_row_for_each_rank(up: Serving, job: D
     assert [rank["pid"] for rank in run["ranks"]] == job.pids[1:]
 
 
-def test_the_console_shows_both_ranks_over_time_in_the_words_of_top(up: Serving, job: DemoJob) -> None:
+def test_the_console_shows_both_ranks_with_the_fields_of_top(up: Serving, job: DemoJob) -> None:
     found = re.search(r"console (http://127\.0\.0\.1:\d+/)", up.log)
     assert found is not None
 
@@ -204,7 +204,7 @@ def test_q_ends_it_and_the_terminal_is_as_before(up: Serving, job: DemoJob) -> N
         assert "Traceback" not in screen()
 
 
-def test_top_says_what_to_start_when_nobody_listens_and_shows_the_ranks_of_a_daemon_alone(tmp_path: Path) -> None:
+def test_top_needs_a_daemon_and_accepts_one_without_correlation(tmp_path: Path) -> None:
     nobody = tmp_path / "nobody.sock"
     alone = rankscope("top", "--once", "--connect", f"unix:{nobody}")
     assert (alone.returncode, alone.stdout) == (4, "")
@@ -217,9 +217,7 @@ def test_top_says_what_to_start_when_nobody_listens_and_shows_the_ranks_of_a_dae
         assert "a daemon without correlation" in examined.stdout
 
 
-def test_a_second_up_on_the_same_socket_or_port_fails_clearly_and_the_first_one_goes_on(
-    up: Serving, job: DemoJob, tmp_path: Path
-) -> None:
+def test_a_second_up_fails_clearly_and_the_first_continues(up: Serving, job: DemoJob, tmp_path: Path) -> None:
     socket = up.grpc_target.removeprefix("unix:")
     same_socket = rankscope("up", "--metrics-listen", "127.0.0.1:0", "--socket", socket)
     assert same_socket.returncode == 1
@@ -272,7 +270,7 @@ def test_watchers_that_vanish_or_never_read_hurt_nobody(up: Serving, job: DemoJo
     assert job.poll() == []
 
 
-def test_a_restart_is_a_new_incarnation_and_a_job_that_ended_disappears(up: Serving, job: DemoJob) -> None:
+def test_a_restart_is_a_new_incarnation_and_ended_jobs_disappear(up: Serving, job: DemoJob) -> None:
     """A launcher that restarts its ranks keeps the address and the run id; only the processes are others."""
     up.wait_until(lambda: is_judged(up, job.job_name))
     before = status_of(up, job.job_name)
@@ -296,7 +294,7 @@ def test_a_restart_is_a_new_incarnation_and_a_job_that_ended_disappears(up: Serv
     up.wait_until(lambda: status_of(up, name) is None)
 
 
-def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work_and_top_says_so(tmp_path: Path, measured: Measured) -> None:
+def test_sigterm_stops_a_busy_up_cleanly_and_top_reports_it(tmp_path: Path, measured: Measured) -> None:
     with serving(tmp_path, "up") as up, live_top(up.grpc_target) as (top, screen, *_):
         socket = Path(up.grpc_target.removeprefix("unix:"))
         assert socket.is_socket()

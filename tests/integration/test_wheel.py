@@ -78,7 +78,7 @@ def test_it_holds_every_part_and_the_pth_at_its_root(names: list[str]) -> None:
         assert not missing, missing
 
 
-def test_it_holds_nothing_that_would_break_the_namespace_or_shadow_others(names: list[str]) -> None:
+def test_it_holds_nothing_that_breaks_the_namespace_or_shadows_others(names: list[str]) -> None:
     assert "rankscope/__init__.py" not in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rankscope", "rankscope_probe.pth"}
@@ -86,7 +86,7 @@ def test_it_holds_nothing_that_would_break_the_namespace_or_shadow_others(names:
     assert not [name for name in names if "test" in name.lower() or name.endswith((".pyc", ".pth.bak"))]
 
 
-def test_its_metadata_asks_for_nothing_by_default_and_carries_the_licence(wheel: Path) -> None:
+def test_its_metadata_requires_nothing_by_default_and_includes_the_licence(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(path).decode()

@@ -82,7 +82,7 @@ def slow_node(server: ApiServer, name: str) -> str | None:
     return conditions.get("RankscopeSlowNode")
 
 
-def test_a_malformed_annotation_is_told_on_its_pod_once_and_costs_nothing_else(
+def test_a_malformed_annotation_is_reported_once_on_its_pod(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     daemon = start_daemon(f"{namespace}-a")

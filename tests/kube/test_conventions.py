@@ -42,7 +42,7 @@ def trains(pod: dict[str, Any]) -> bool:
     return not is_initializer and labels.get("ray.io/node-type") != "head"
 
 
-def test_runs_of_every_kind_are_recognised_and_their_ranks_are_theirs(
+def test_runs_of_every_kind_are_recognised_with_their_ranks(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     daemon = start_daemon("node-of-all")

@@ -42,7 +42,7 @@ def shown(server: ApiServer, path: str) -> list[dict[str, Any]]:
     return [dict(zip(names, row["cells"], strict=True)) for row in table["rows"]]
 
 
-def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_events(
+def test_status_and_events_name_the_slow_ranks_pod_and_node(
     server: ApiServer, namespace: str, operator_user: User, nodes: list[Node], tmp_path: Path
 ) -> None:
     job = TrainingJob(server, namespace, "llama", nodes, tmp_path / "job", slow_rank=2)

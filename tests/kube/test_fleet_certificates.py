@@ -104,7 +104,7 @@ def start_daemon(server: ApiServer, tmp_path: Path) -> Iterator[Callable[[], Rea
         daemon.process.wait(180)
 
 
-def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
+def test_certificates_and_authority_rotate_without_breaking_a_stream(
     server: ApiServer,
     operator_user: User,
     secrets: None,
@@ -201,7 +201,7 @@ def test_the_operators_role_reaches_these_secrets_and_no_other(
         server.admin.delete(f"{SECRETS}/of-somebody-else")
 
 
-def test_an_operator_makes_all_of_them_hears_its_daemon_and_tells_metrics_to_who_may(
+def test_an_operator_makes_certificates_reaches_its_daemon_and_guards_metrics(
     server: ApiServer,
     operator_user: User,
     secrets: None,

@@ -46,7 +46,7 @@ def test_the_api_server_refuses_a_capture_that_cannot_be_had(
     assert refused.value.status == 422
 
 
-def test_status_is_a_subresource_that_a_plain_write_does_not_touch(server: ApiServer, namespace: str) -> None:
+def test_status_is_a_subresource_untouched_by_plain_writes(server: ApiServer, namespace: str) -> None:
     body = {**capture(steps=1), "status": {"phase": "Succeeded"}}
     path = f"{BASE}/{namespace}/captures"
     assert "status" not in server.admin.create(path, body)

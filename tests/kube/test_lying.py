@@ -20,7 +20,7 @@ def refused(operator: OperatorProcess) -> dict[str, float]:
     return {reason: float(number) for reason, number in found}
 
 
-def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
+def test_a_lying_daemon_does_not_change_its_neighbours_verdict(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     honest, liar = start_daemon(f"{namespace}-honest"), start_daemon(f"{namespace}-liar")
@@ -77,7 +77,7 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         garbage.stop()
 
 
-def test_a_daemon_that_goes_away_is_missed_and_counts_again_when_it_is_back(
+def test_a_lost_daemon_is_missed_and_counts_again_on_return(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     run = ScriptedRun(server, namespace, "llama", [start_daemon(f"{namespace}-a"), start_daemon(f"{namespace}-b")])

@@ -149,7 +149,7 @@ def wait_for_answers(where: Cluster, paths: Iterable[Path], **variables: str) ->
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(900)
-def test_a_slow_rank_fires_one_alert_whose_links_and_dashboards_show_the_run_and_a_restart_keeps_its_name(
+def test_one_alert_links_to_the_run_whose_name_survives_restarts(
     cluster: Cluster,
 ) -> None:
     job = cluster.start_job(0)

@@ -9,7 +9,7 @@ from tests.kube.scripted_run import ScriptedRun
 from tests.support.waiting import wait_until
 
 
-def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterwards_is_the_present(
+def test_verdicts_continue_through_an_outage_and_later_writes_are_current(
     namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, stoppable_server: ApiServer
 ) -> None:
     server = stoppable_server

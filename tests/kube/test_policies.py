@@ -52,7 +52,7 @@ def started_run(server: ApiServer, namespace: str, start_daemon: StartDaemon, na
     return run
 
 
-def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies_ask(
+def test_a_finding_makes_one_capture_despite_restarts_and_several_policies(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     older = make_policy(server, namespace, "older", automaticCaptures=AUTOMATIC)
@@ -102,7 +102,7 @@ def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies
     assert [e["involvedObject"]["name"] for e in events if e["reason"] == "CaptureStarted"] == [run.object_name]
 
 
-def test_a_policys_thresholds_hold_for_the_runs_it_selects_and_end_with_it(
+def test_a_policys_thresholds_apply_to_selected_runs_while_it_exists(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     plain = started_run(server, namespace, start_daemon, "plain")
@@ -133,7 +133,7 @@ def node(server: ApiServer, namespace: str, tmp_path: Path) -> Iterator[Node]:
         server.admin.delete(f"/api/v1/namespaces/rankscope/pods/{made.pod_name}?gracePeriodSeconds=0")
 
 
-def test_rates_reach_a_real_daemon_again_after_its_restart_and_go_with_their_policy(
+def test_rates_reach_a_restarted_daemon_and_end_with_their_policy(
     server: ApiServer, namespace: str, node: Node, start_operator: StartOperator
 ) -> None:
     labels = {"training.kubeflow.org/job-name": "llama", "training.kubeflow.org/replica-type": "worker"}
@@ -168,7 +168,7 @@ def test_rates_reach_a_real_daemon_again_after_its_restart_and_go_with_their_pol
     assert held() == []
 
 
-def test_an_alert_makes_one_capture_object_also_for_an_operator_that_was_restarted(
+def test_an_alert_makes_one_capture_despite_an_operator_restart(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, tmp_path: Path
 ) -> None:
     run = started_run(server, namespace, start_daemon, "llama")

@@ -63,7 +63,7 @@ def ended_well(run: ScriptedRun, path: str) -> dict[str, Any]:
     return status
 
 
-def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same_one(
+def test_an_operator_killed_at_any_point_continues_the_same_capture(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     names = ("unplanned", "asked", "recording", "written", "deleted")
@@ -112,7 +112,7 @@ def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same
     )
 
 
-def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
+def test_the_second_replica_takes_over_in_time_without_repeating_captures(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, measured: Measured
 ) -> None:
     run = scripted_run(server, namespace, start_daemon, "llama")
@@ -134,7 +134,7 @@ def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     assert len(daemon.starts) == 1  # the follower asked what had become of it, and not for another
 
 
-def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_with_their_captures(
+def test_a_dead_replicas_runs_and_captures_move_to_the_other(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, measured: Measured
 ) -> None:
     flags = ("--shards", str(SHARDS))

@@ -56,7 +56,7 @@ def test_the_operator_may_not_do_more_than_it_does(server: ApiServer, namespace:
         refuses(operator_user, method, path, body)
 
 
-def test_replicas_of_the_operator_share_reports_of_hangs_in_its_own_namespace(
+def test_operator_replicas_share_hang_reports_in_their_own_namespace(
     namespace: str, operator_user: User, tmp_path: Path
 ) -> None:
     api = Api(operator_user.kubeconfig(tmp_path / "kubeconfig"))

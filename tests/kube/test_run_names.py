@@ -71,7 +71,7 @@ def ranks(node: Node) -> dict[str, tuple[str, int]]:
     return {rank.identity.pod: (rank.identity.job, rank.identity.attempt) for rank in answer.ranks}
 
 
-def test_daemons_use_the_operators_names_whatever_pods_claim_and_after_every_restart(
+def test_daemons_use_the_operators_names_despite_claims_and_restarts(
     server: ApiServer,
     namespace: str,
     node: Node,

@@ -103,7 +103,7 @@ def scene(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
         daemon.stop()
 
 
-def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_namespace(scene: Scene) -> None:
+def test_a_forged_status_affects_nothing_in_another_namespace(scene: Scene) -> None:
     server, daemon, thief = scene.server, scene.daemon, scene.thief
     theirs = scene.victim.make_capture("theirs", ranks="0")
     victims = scene.id_of(theirs)
@@ -141,7 +141,7 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
     assert list(daemon.captures) == [victims]
 
 
-def test_a_capture_names_the_pods_of_its_own_run_even_where_another_job_has_the_same_name(scene: Scene) -> None:
+def test_captures_name_their_own_runs_pods_despite_equal_job_names(scene: Scene) -> None:
     mine = scene.id_of(scene.make_capture("mine", scene.thief.object_name, ranks="0,1"))
     wait_until(lambda: mine in scene.daemon.captures)
     (request,) = (each for each in scene.daemon.starts if each.id == mine)

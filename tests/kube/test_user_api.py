@@ -266,7 +266,7 @@ def test_top_and_doctor_ask_the_operator_in_a_context(place: Place, tmp_path: Pa
     assert "warning  runs: " in examined.stdout and "may not list trainingruns in all namespaces" in examined.stdout
 
 
-def test_only_a_token_made_for_us_that_has_not_ended_opens_anything(place: Place) -> None:
+def test_only_a_valid_token_for_our_audience_is_accepted(place: Place) -> None:
     server = place.server
     own_key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
@@ -342,7 +342,7 @@ def about_profiles(channel: grpc.Channel, run: str) -> list[Callable[[], Any]]:
     ]
 
 
-def test_profiles_need_the_right_to_download_and_stacks_the_right_to_capture(place: Place) -> None:
+def test_profiles_need_download_rights_and_stacks_need_capture_rights(place: Place) -> None:
     server, (daemon,) = place.server, place.run.daemons
     own, hidden = f"{TEAM}/{place.run.object_name}", f"{OTHERS}/{place.secret.object_name}"
     looker = place.channel(token_of(server, TEAM, "looker", "rankscope"))
@@ -373,7 +373,7 @@ def test_profiles_need_the_right_to_download_and_stacks_the_right_to_capture(pla
     ]
 
 
-def test_a_token_whose_account_was_deleted_is_of_no_use_to_who_replays_it(place: Place) -> None:
+def test_a_replayed_token_of_a_deleted_account_is_refused(place: Place) -> None:
     token = token_of(place.server, TEAM, "leaver", "rankscope")
     missing = pb.GetCaptureRequest(id=f"{TEAM}/none")
     assert refused(lambda: place.calls(token).GetCapture(missing, timeout=CALL_SECONDS))[0] is Code.NOT_FOUND
@@ -384,7 +384,7 @@ def test_a_token_whose_account_was_deleted_is_of_no_use_to_who_replays_it(place:
     )
 
 
-def test_a_capture_by_the_command_line_brings_the_traces_and_leaves_records(place: Place) -> None:
+def test_a_command_line_capture_delivers_traces_and_leaves_records(place: Place) -> None:
     out, errors = place.capture.communicate(timeout=240)
     assert place.capture.returncode == 0, errors
     told = json.loads(out)
@@ -411,7 +411,7 @@ def test_a_capture_by_the_command_line_brings_the_traces_and_leaves_records(plac
     assert place.audit.stat().st_mode & 0o777 == 0o600
 
 
-def test_who_asks_by_kubectl_is_recorded_and_cannot_say_they_are_another(place: Place) -> None:
+def test_kubectl_callers_are_recorded_and_cannot_claim_another_identity(place: Place) -> None:
     server = place.server
     ada = User(server, "ada", token_of(server, TEAM, "ada"))
     claims = {"rankscope.dev/requested-by": "the-boss", "rankscope.dev/via": "api", "rankscope.dev/trigger": "policy"}
@@ -484,7 +484,7 @@ def test_reviews_that_are_not_the_api_servers_leave_no_record(place: Place) -> N
     assert {(each["user"], each["verified"]) for each in of_it} == {(f"system:serviceaccount:{TEAM}:ada", True)}
 
 
-def test_a_flood_of_large_reviews_is_refused_before_its_bodies_are_read(place: Place) -> None:
+def test_a_flood_of_large_reviews_is_refused_unread(place: Place) -> None:
     limited = 'rankscope_operator_reviews_total{result="limited",webhook="validate"}'
     for _ in range(100):
         caller = webhook_caller(place)

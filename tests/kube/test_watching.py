@@ -61,7 +61,7 @@ def test_pods_that_come_and_go_are_told(server: ApiServer, namespace: str, api: 
     watched.stop()
 
 
-def test_an_outage_and_lost_history_cost_nothing_and_a_pod_deleted_meanwhile_is_told(
+def test_an_outage_loses_nothing_and_pods_deleted_meanwhile_are_reported(
     namespace: str, api: Api, stoppable_server: ApiServer
 ) -> None:
     server, notes = stoppable_server, Notes()

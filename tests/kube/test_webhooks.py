@@ -188,7 +188,7 @@ def env(made: dict[str, Any], index: int = 0) -> dict[str, Any]:
     return {item["name"]: item.get("value") for item in made["spec"]["containers"][index].get("env", ())}
 
 
-def test_a_pod_that_asks_for_it_is_injected_and_keeps_what_its_author_set(
+def test_an_opted_in_pod_is_injected_and_keeps_its_settings(
     server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     bare = create(server, namespace, pod("probe"))
@@ -222,7 +222,7 @@ def test_a_pod_that_asks_for_it_is_injected_and_keeps_what_its_author_set(
     assert env(plain) == {}
 
 
-def test_a_namespace_asks_for_its_pods_and_a_pod_may_decline(
+def test_a_namespace_opts_in_its_pods_unless_they_decline(
     server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     other = f"{namespace}-labelled"
@@ -235,9 +235,7 @@ def test_a_namespace_asks_for_its_pods_and_a_pod_may_decline(
     assert env(create(server, namespace, pod("yes, please".replace(", ", "-")))) == {}
 
 
-def test_a_pod_that_the_api_server_refuses_is_refused_for_its_own_fault(
-    server: ApiServer, namespace: str, webhooks: Webhooks
-) -> None:
+def test_an_invalid_pod_is_refused_for_its_own_fault(server: ApiServer, namespace: str, webhooks: Webhooks) -> None:
     for containers in ([], [{"name": "a"}], [{"name": "a", "image": "x"}, {"name": "a", "image": "x"}]):
         body = pod("probe")
         body["spec"]["containers"] = containers
@@ -247,7 +245,7 @@ def test_a_pod_that_the_api_server_refuses_is_refused_for_its_own_fault(
         assert "rankscope" not in refused.value.body.replace("rankscope-probe", "")
 
 
-def test_another_webhook_after_ours_has_us_asked_again_and_nothing_is_there_twice(
+def test_reinvocation_after_another_webhook_adds_nothing_twice(
     server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     """It brings a sidecar, as a service mesh does: that one is a container of the pod like any other."""
@@ -284,7 +282,7 @@ def test_another_webhook_after_ours_has_us_asked_again_and_nothing_is_there_twic
     assert made["metadata"]["annotations"][INJECTED] == "kineto=pytorch,mesh probe=pytorch,mesh"
 
 
-def test_without_us_pods_are_made_as_they_are_and_no_capture_is_made_unnamed(
+def test_without_the_webhook_pods_pass_unchanged_and_captures_fail(
     server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     server.admin.create(captures(namespace), capture(steps=1))
@@ -295,7 +293,7 @@ def test_without_us_pods_are_made_as_they_are_and_no_capture_is_made_unnamed(
     assert refused.value.status == 500
 
 
-def test_a_capture_tells_who_asked_and_stays_as_it_was_asked_for(
+def test_a_capture_names_its_requester_and_keeps_its_spec(
     server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     # Not by the administrator, as whom the webhooks run here: the operator may speak for others.
@@ -316,7 +314,7 @@ def test_a_capture_tells_who_asked_and_stays_as_it_was_asked_for(
             server.admin.create(captures(namespace), capture(**spec))
 
 
-def test_only_the_operator_writes_a_status_and_nobody_does_while_it_is_away(
+def test_only_the_operator_writes_status_and_nobody_in_its_absence(
     server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     role = {"metadata": {"name": "all"}, "rules": [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]}
@@ -356,9 +354,7 @@ def test_only_the_operator_writes_a_status_and_nobody_does_while_it_is_away(
     assert not server.admin.is_served(path)
 
 
-def test_with_an_authority_of_callers_the_api_server_is_answered_and_nobody_else(
-    server: ApiServer, namespace: str, make: Make
-) -> None:
+def test_with_a_caller_authority_only_the_api_server_is_answered(server: ApiServer, namespace: str, make: Make) -> None:
     webhooks = make(client_authority=server.webhook_clients)
     wait_until_asked(server, namespace)
     held = webhooks.certificates.client("rankscope-webhook")()
@@ -380,7 +376,7 @@ def test_a_policy_without_sense_is_refused_in_words(server: ApiServer, namespace
     server.admin.create(path, {**body, "spec": {"automaticCaptures": {"on": ["slow_rank"]}}})
 
 
-def test_a_new_authority_is_taken_up_while_requests_go_on_and_none_fails(
+def test_a_new_authority_is_adopted_without_failing_requests(
     server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     # A new connection for every request: each meets the certificate of its moment.
@@ -475,7 +471,7 @@ def test_files_that_somebody_else_renews_are_taken_up(
     wait_until_asked(server, namespace)
 
 
-def test_a_configuration_that_a_chart_made_keeps_its_rules_and_gets_the_authority(
+def test_a_charts_configuration_keeps_its_rules_and_gets_the_authority(
     server: ApiServer, namespace: str, make: Make
 ) -> None:
     wanted = settings(namespace)
@@ -506,7 +502,7 @@ def test_somebody_elses_secret_of_that_name_is_not_overwritten(
     webhooks.server.close()
 
 
-def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
+def test_the_operator_serves_webhooks_with_only_its_accounts_roles(
     server: ApiServer, namespace: str, operator_user: User, tmp_path: Path
 ) -> None:
     port = free_port()

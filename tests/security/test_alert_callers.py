@@ -71,7 +71,7 @@ def test_other_paths_lead_nowhere(attacked: Attacked, path: str) -> None:
     attacked.check_manners(answer.decode())
 
 
-def test_bodies_of_no_or_a_false_length_and_oversized_ones_are_refused(attacked: Attacked) -> None:
+def test_bodies_with_missing_false_or_excessive_length_are_refused(attacked: Attacked) -> None:
     bearer = f"Bearer {attacked.token.decode()}"
     for length, code in (("", b"400"), ("-1", b"400"), ("1e9", b"400"), ("99999999999999", b"413"), ("\u0661", b"400")):
         assert b" " + code + b" " in post(attacked, b"", bearer, length=length), length

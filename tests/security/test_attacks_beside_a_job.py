@@ -121,7 +121,7 @@ class Taken:
 # Ranks.
 
 
-def test_claims_of_another_user_to_its_ranks_cost_a_job_nothing(bystander: Bystander) -> None:
+def test_another_users_claims_to_its_ranks_cost_a_job_nothing(bystander: Bystander) -> None:
     """Of older processes, which exec with the variables of the ranks, and of younger ones with rings."""
     names = ("RANK=", "LOCAL_RANK=", "MASTER_", "TORCHELASTIC_", "WORLD_SIZE=")
     claims = [environment_of(pid, *names) for pid in bystander.ranks]
@@ -158,7 +158,7 @@ def test_a_trace_of_decoys_costs_a_job_beside_it_nothing(bystander: Bystander) -
     assert all("the trace is empty" in one.ranks[0].error for one in taken.captures), taken.captures
 
 
-def test_a_tenant_that_mounts_a_secret_over_its_trace_costs_a_job_beside_it_nothing(bystander: Bystander) -> None:
+def test_a_secret_mounted_over_a_trace_costs_other_jobs_nothing(bystander: Bystander) -> None:
     taken: list[pb.Capture] = []
     library = bystander.folder / "libtorch_cpu.so"
     library.write_bytes(b"torch")
@@ -186,7 +186,7 @@ def mount_over_trace(thief: Peer, secret: Path) -> None:
             within(thief, 'touch "$1" && mount --bind "$2" "$1"', path, secret)
 
 
-def test_squatters_on_the_socket_of_libkineto_cost_a_job_beside_them_nothing(bystander: Bystander) -> None:
+def test_squatters_on_libkinetos_socket_cost_a_job_nothing(bystander: Bystander) -> None:
     taken = Taken(bystander)
     with bystander.under_attack() as watch, ExitStack() as stack:
         with bystander.node():
@@ -294,7 +294,7 @@ def test_silent_connections_cost_a_job_nothing(small: Bystander) -> None:
     assert "Too many open files" not in small.log
 
 
-def test_a_clock_that_is_set_by_an_hour_costs_a_job_nothing(small: Bystander, clock: Path) -> None:
+def test_a_clock_set_by_an_hour_costs_a_job_nothing(small: Bystander, clock: Path) -> None:
     with small.under_attack() as watch:
         offsets = itertools.cycle((HOUR, -HOUR, 0.0))
         with repeated(lambda: set_clock(clock, next(offsets)), pause_seconds=3.5):

@@ -70,7 +70,7 @@ def daemon(tmp_path: Path) -> Iterator[Serving]:
         yield started
 
 
-def test_a_forged_trace_takes_no_more_than_the_quota_and_the_reason_is_given(daemon: Serving, tmp_path: Path) -> None:
+def test_a_forged_trace_stays_within_the_quota_with_a_reason(daemon: Serving, tmp_path: Path) -> None:
     with forged_rank(RUN, HOLE_BYTES, uid=NOBODY):
         job = job_of(daemon, RUN)
         with Usage(tmp_path / "captures") as usage:
@@ -89,7 +89,7 @@ def test_a_trace_within_the_quota_is_fetched(daemon: Serving) -> None:
     assert "the trace is empty" in rank.error, rank
 
 
-def test_captures_of_one_user_that_never_end_leave_places_for_others(daemon: Serving) -> None:
+def test_one_users_endless_captures_leave_places_for_others(daemon: Serving) -> None:
     with ExitStack() as stack, grpc.insecure_channel(daemon.grpc_target) as channel:
         for number in range(ACTIVE_LIMIT):
             stack.enter_context(forged_rank(f"{RUN}-greedy{number}-", NEVER, uid=NOBODY))
@@ -145,7 +145,7 @@ def test_namespaces_of_one_user_leave_sockets_for_others(
         assert "uid 65534 has ranks in 6 network namespaces; 4 are served on a node" in str(failures())
 
 
-def test_a_job_beside_keeps_its_windows_while_another_forges_traces_and_opens_namespaces(bystander: Bystander) -> None:
+def test_forged_traces_and_namespaces_cost_another_job_no_windows(bystander: Bystander) -> None:
     daemon = bystander.serving
     done, failed = threading.Event(), list[str]()
 

@@ -118,7 +118,7 @@ def test_what_an_ordinary_user_writes_in_a_container_is_copied(volume: str, tmp_
     assert target.read_text() == TRACE
 
 
-def test_a_file_of_another_user_in_the_tenants_own_directory_is_not_copied(tmp_path: Path) -> None:
+def test_another_users_file_in_the_tenants_directory_is_not_copied(tmp_path: Path) -> None:
     # The owner of a directory renames what others have put there, and reads none of it.
     moved = f"""
 mount -t tmpfs -o uid={NOBODY},mode=755 none /mnt

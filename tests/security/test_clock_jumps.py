@@ -49,9 +49,7 @@ STEP_SECONDS = 0.1
 
 @pytest.mark.parametrize("jump", JUMPS)
 @pytest.mark.parametrize("into_window", [0.0, 0.3, 1.0, 1.9])
-def test_windows_go_on_on_the_borders_of_the_new_time_and_are_as_long_as_they_were(
-    jump: float, into_window: float
-) -> None:
+def test_windows_keep_their_length_and_align_to_the_new_time(jump: float, into_window: float) -> None:
     clock = make.FakeClock(seconds=1000.0)
     ticker = Ticker(clock, 2.0)
     began = clock.monotonic_seconds()
@@ -131,7 +129,7 @@ def test_steps_around_a_jump_are_read_and_nobody_is_stalled(ring: Ring, jump: fl
 
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
-def test_steps_of_a_window_that_ended_before_the_jump_are_read(ring: Ring, jump: float) -> None:
+def test_steps_of_a_window_before_the_jump_are_read(ring: Ring, jump: float) -> None:
     ring.writer.step(10)
     ended = time.time_ns()
     ring.offset = jump
@@ -147,7 +145,7 @@ echo "thread ({ME.pid}): MainThread;train (train.py:1) 5" >"$2"
 
 
 @pytest.mark.parametrize("jump", JUMPS)
-def test_a_recording_of_stacks_across_a_jump_is_as_long_as_it_was(jump: float, tmp_path: Path) -> None:
+def test_a_stack_recording_keeps_its_length_across_a_jump(jump: float, tmp_path: Path) -> None:
     py_spy = tmp_path / "py-spy"
     py_spy.write_text(PY_SPY)
     py_spy.chmod(0o755)
@@ -162,7 +160,7 @@ def test_a_recording_of_stacks_across_a_jump_is_as_long_as_it_was(jump: float, t
 
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
-def test_a_rank_that_hangs_across_a_jump_is_found_as_soon_as_without(jump: float) -> None:
+def test_a_hang_across_a_jump_is_found_without_delay(jump: float) -> None:
     watch = StallWatch(None)
     rank = make.rank(0)
     done = RankSamples(steps=make.steps(0.1, 0.1, steps_total=40, last_step_unix_nanos=make.START + 2 * SECOND))
@@ -180,7 +178,7 @@ def test_a_rank_that_hangs_across_a_jump_is_found_as_soon_as_without(jump: float
 
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
-def test_a_stall_that_stacks_show_is_as_long_as_it_was(jump: float) -> None:
+def test_a_stall_seen_in_stacks_keeps_its_length_across_jumps(jump: float) -> None:
     watch = StallWatch(None)
     rank = make.rank(0)
     moved = round(jump * 1e9)
@@ -207,7 +205,7 @@ for _ in sys.stdin:
 
 @pytest.mark.skipif(not Path("/proc/self/timens_offsets").exists(), reason="the kernel has no time namespaces")
 @pytest.mark.parametrize("offset", [100_000, -5])
-def test_a_rank_in_a_time_namespace_is_read_with_its_own_monotonic_clock(offset: int) -> None:
+def test_a_rank_in_a_time_namespace_uses_its_monotonic_clock(offset: int) -> None:
     unshare = shutil.which("unshare")
     assert unshare is not None
     process = subprocess.Popen(
@@ -349,7 +347,7 @@ def test_a_standing_finding_survives_a_jump_on_one_machine(jump: float) -> None:
     assert max(later - earlier for earlier, later in pairwise(lost)) < 10.0
 
 
-def test_an_operator_that_was_busy_does_not_mistake_the_delay_for_a_clock() -> None:
+def test_a_busy_operators_delay_is_not_taken_for_a_jump() -> None:
     fleet = Fleet("a", "b", "c")
     fleet.play(6)
     delayed = []

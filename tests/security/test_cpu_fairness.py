@@ -111,7 +111,7 @@ def test_callers_that_ask_without_pause_cost_no_rank_its_stacks(bystander: Bysta
         watch.observe()
 
 
-def test_a_rank_with_two_thousand_threads_is_given_up_with_the_reason(bystander: Bystander, tmp_path: Path) -> None:
+def test_a_rank_with_too_many_threads_is_given_up(bystander: Bystander, tmp_path: Path) -> None:
     with bystander.under_attack() as watch:
         with ranks(bystander, tmp_path, MANY_THREADS, 2000, 1):
             wait_until(lambda: value(bystander, "rankscope_rank_problem", kind="threads"), lambda: bystander.log)
@@ -122,7 +122,7 @@ def test_a_rank_with_two_thousand_threads_is_given_up_with_the_reason(bystander:
         watch.observe(AFTERWARDS_SECONDS)  # what it has cost is not taken from the others
 
 
-def test_a_rank_with_the_threads_of_a_cuda_job_is_sampled(bystander: Bystander, tmp_path: Path) -> None:
+def test_a_rank_with_a_cuda_jobs_threads_is_sampled(bystander: Bystander, tmp_path: Path) -> None:
     with ranks(bystander, tmp_path, MANY_THREADS, 300, 1):
         wait_until(
             lambda: value(bystander, "rankscope_rank_stack_samples_total", **run_labels(JOB)), lambda: bystander.log

@@ -71,7 +71,7 @@ def as_rank(job: str) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.9.8.7", "TORCHELASTIC_RUN_ID": job}
 
 
-def test_thousands_of_idle_processes_of_one_user_cost_the_ranks_of_others_nothing(bystander: Bystander) -> None:
+def test_one_users_thousands_of_idle_processes_cost_others_nothing(bystander: Bystander) -> None:
     with bystander.under_attack() as watch, started(bystander, *AS_NOBODY, PYTHON, "-c", FORKING, str(CROWD)) as crowd:
         assert len(children(crowd.pid)) == CROWD
         bystander.wait_for_windows(3)  # some of them are read in each

@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no /dev/fuse here")
 
 
-def test_a_py_spy_that_cannot_be_killed_is_left_behind_and_reported(bystander: Bystander, tmp_path: Path) -> None:
+def test_an_unkillable_py_spy_is_left_behind_and_reported(bystander: Bystander, tmp_path: Path) -> None:
     with bystander.under_attack() as watch, rank_with_dead_mount("library", tmp_path / "rank", bystander):
         wait_until(lambda: value(bystander, "rankscope_daemon_stuck_samplers") == 1, lambda: bystander.log)
         watch.observe()
@@ -25,16 +25,12 @@ def test_a_py_spy_that_cannot_be_killed_is_left_behind_and_reported(bystander: B
     wait_until(lambda: value(bystander, "rankscope_daemon_stuck_samplers") == 0, lambda: bystander.log)
 
 
-def test_a_descriptor_that_is_named_like_a_ring_is_not_asked_for_its_attributes(
-    bystander: Bystander, tmp_path: Path
-) -> None:
+def test_the_attributes_of_a_ring_named_descriptor_are_not_read(bystander: Bystander, tmp_path: Path) -> None:
     with bystander.under_attack() as watch, rank_with_dead_mount("ring", tmp_path / "rank", bystander, is_rank=False):
         watch.observe()
 
 
-def test_a_process_whose_environment_cannot_be_opened_is_reported_and_left_alone(
-    bystander: Bystander, tmp_path: Path
-) -> None:
+def test_a_process_with_an_unreadable_environment_is_reported_and_skipped(bystander: Bystander, tmp_path: Path) -> None:
     with bystander.under_attack() as watch, rank_with_dead_mount("exec", tmp_path / "rank", bystander):
         wait_until(lambda: "block those who read them" in bystander.log, lambda: bystander.log)
         watch.observe()

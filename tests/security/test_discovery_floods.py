@@ -40,9 +40,7 @@ def ranks(bystander: Bystander) -> float:
     return float(page(bystander).partition("\nrankscope_daemon_ranks ")[2].partition("\n")[0])
 
 
-def test_processes_named_to_be_first_take_no_place_of_another_users_ranks(
-    bystander: Bystander, processes: RankProcesses
-) -> None:
+def test_process_names_take_no_place_of_another_users_ranks(bystander: Bystander, processes: RankProcesses) -> None:
     count = 1100
     variables = rank_variables(
         0, 2 * count, address="!", LOCAL_RANK="0", COUNT=str(count), PROGRAM=str(processes.program)

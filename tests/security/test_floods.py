@@ -136,7 +136,7 @@ FLOODS = (
 
 @pytest.mark.parametrize("flood", FLOODS)
 @pytest.mark.parametrize("role", [DAEMON, OPERATOR])
-def test_a_flood_of_frames_costs_its_sender_the_connection_or_nothing(
+def test_a_flood_of_frames_costs_only_its_senders_connection(
     attacked: Attacked, flood: Callable[[Connection], Iterator[bytes]], role: str
 ) -> None:
     before, lines = attacked.resident_bytes, attacked.lines
@@ -153,7 +153,7 @@ def test_a_flood_of_frames_costs_its_sender_the_connection_or_nothing(
     assert attacked.lines - lines <= 2
 
 
-def test_calls_that_an_operator_begins_and_leaves_alone_are_ended_and_others_served_again(attacked: Attacked) -> None:
+def test_abandoned_operator_calls_are_ended_and_others_served_again(attacked: Attacked) -> None:
     with Connection(attacked, attacked.operator) as connection:
         connection.begin()
         for stream in ODD[:60]:
@@ -162,7 +162,7 @@ def test_calls_that_an_operator_begins_and_leaves_alone_are_ended_and_others_ser
         attacked.wait_until_served(40.0)  # after a minute gRPC ends it by itself: nobody has acknowledged its settings
 
 
-def test_connections_over_the_limit_are_closed_streams_that_are_open_go_on_and_room_comes_back(
+def test_excess_connections_are_closed_and_open_streams_continue(
     attacked: Attacked,
 ) -> None:
     with attacked.channel(attacked.operator) as channel:

@@ -5,7 +5,7 @@ import errno
 from tests.security.bystander import Bystander
 
 
-def test_a_full_disk_does_not_end_the_stacks_of_the_ranks(bystander: Bystander) -> None:
+def test_stack_sampling_continues_on_a_full_disk(bystander: Bystander) -> None:
     """On many hosts any user can fill /tmp."""
     filling = bystander.temporary / "filling"
     try:

@@ -20,7 +20,7 @@ from tests.security.attacked import PATIENCE_SECONDS, Attacked
 NOBODY = 65534
 
 
-def test_the_socket_is_its_owners_in_a_folder_of_its_owners_and_opens_to_nobody_else(attacked: Attacked) -> None:
+def test_only_the_owner_can_open_the_socket_and_its_folder(attacked: Attacked) -> None:
     held, folder = attacked.socket.stat(), attacked.socket.parent.stat()
     assert stat.S_ISSOCK(held.st_mode)
     assert (stat.S_IMODE(held.st_mode), held.st_uid) == (0o600, os.geteuid())
@@ -50,9 +50,7 @@ def connecting_as(user: int, path: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_files_links_and_folders_in_its_place_are_refused_and_left_as_they_are(
-    attacked: Attacked, tmp_path: Path
-) -> None:
+def test_files_links_and_folders_in_its_place_are_refused_unchanged(attacked: Attacked, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep me")
     theirs = socket.socket(socket.AF_UNIX)

@@ -48,7 +48,7 @@ class Watch:
         return self.of(*pids)
 
 
-def test_an_older_process_that_takes_on_a_ranks_variables_does_not_evict_it(processes: RankProcesses) -> None:
+def test_an_older_process_with_copied_variables_evicts_no_rank(processes: RankProcesses) -> None:
     variables = [f"{name}={value}" for name, value in rank_variables(0).items()]
     command = ["sh", "-c", 'read trigger; exec env "$@"', "sh", *variables, str(processes.program), "600"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, user=NOBODY, group=NOBODY) as older:
@@ -66,7 +66,7 @@ def test_an_older_process_that_takes_on_a_ranks_variables_does_not_evict_it(proc
     assert found[older.pid].job == f"{JOB}@uid{NOBODY}"
 
 
-def test_of_one_users_processes_the_one_that_came_first_is_the_rank(processes: RankProcesses) -> None:
+def test_the_first_of_one_users_processes_is_the_rank(processes: RankProcesses) -> None:
     first = processes.start(rank_variables(0))
     watch = Watch()
     watch.until(lambda found: first in found, first)
@@ -78,7 +78,7 @@ def test_of_one_users_processes_the_one_that_came_first_is_the_rank(processes: R
     assert found.job == JOB
 
 
-def test_two_users_with_one_address_have_two_jobs_though_their_ranks_differ(processes: RankProcesses) -> None:
+def test_two_users_with_one_address_have_two_jobs(processes: RankProcesses) -> None:
     watch = Watch()
     ours = processes.start(rank_variables(0))
     watch.until(lambda found: ours in found, ours)
@@ -88,9 +88,7 @@ def test_two_users_with_one_address_have_two_jobs_though_their_ranks_differ(proc
 
 
 @pytest.mark.parametrize("namespace", ["--net", "--pid"])
-def test_ranks_of_two_namespaces_with_torchruns_default_address_are_two_jobs(
-    processes: RankProcesses, namespace: str
-) -> None:
+def test_two_namespaces_with_torchruns_default_address_are_two_jobs(processes: RankProcesses, namespace: str) -> None:
     started = []
     for _ in range(2):
         script = f'"{processes.program}" 600 & RANK=1 LOCAL_RANK=1 "{processes.program}" 600 & wait'
@@ -115,13 +113,13 @@ def test_ranks_of_two_namespaces_with_torchruns_default_address_are_two_jobs(
     assert first[0].job != second[0].job
 
 
-def test_ranks_of_two_network_namespaces_with_a_real_address_are_one_job(processes: RankProcesses) -> None:
+def test_two_network_namespaces_with_a_real_address_are_one_job(processes: RankProcesses) -> None:
     pids = [processes.start(rank_variables(rank), namespaces=["--net"]) for rank in (0, 1)]
     found = Watch().until(lambda found: len(found) == 2, *pids)
     assert {rank.job for rank in found.values()} == {JOB}
 
 
-def test_nobody_gets_the_name_that_another_job_has_by_its_place(processes: RankProcesses) -> None:
+def test_a_job_cannot_claim_a_name_derived_for_another(processes: RankProcesses) -> None:
     watch = Watch()
     local = processes.start(rank_variables(0, address="127.0.0.1"))
     ((_, named),) = watch.until(lambda found: local in found, local).items()

@@ -65,7 +65,7 @@ def target(tmp_path: Path, publisher: Publisher) -> Iterator[str]:
         lock.release()
 
 
-def test_downloads_that_nobody_reads_keep_neither_calls_nor_other_downloads_out(target: str) -> None:
+def test_unread_downloads_block_neither_calls_nor_other_downloads(target: str) -> None:
     """As many as the operator's API lets the accounts of one tenant have."""
     with channels(target) as opened:
         unread = []

@@ -33,7 +33,7 @@ def kineto_findings(*flags: str) -> list[dict[str, str]]:
     return [finding for finding in findings if finding["check"] == "kineto" and RUN in finding["text"]]
 
 
-def test_a_squatter_is_named_by_the_capture_and_the_doctor_and_the_probe_records(tmp_path: Path) -> None:
+def test_capture_and_doctor_name_a_squatter_and_the_probe_records(tmp_path: Path) -> None:
     with peer() as squatter:
         assert squatter.do(do="squat") == "squatted"
         enter = ("nsenter", "--target", str(squatter.pid), "--net")
@@ -52,7 +52,7 @@ def test_a_squatter_is_named_by_the_capture_and_the_doctor_and_the_probe_records
     assert finding["level"] == "warning" and "stop it" in finding["next_step"]
 
 
-def test_the_doctor_has_nothing_to_say_where_the_daemon_has_the_socket(tmp_path: Path) -> None:
+def test_the_doctor_accepts_the_daemons_own_socket(tmp_path: Path) -> None:
     """The holder stands in for the daemon, whose pid is in its lock: a real one may find another that was first."""
     with peer() as daemon:
         assert daemon.do(do="squat") == "squatted"
@@ -64,7 +64,7 @@ def test_the_doctor_has_nothing_to_say_where_the_daemon_has_the_socket(tmp_path:
 
 
 @pytest.mark.parametrize("replace", [Path.symlink_to, Path.hardlink_to])
-def test_a_link_in_place_of_the_file_socket_opens_nothing_to_others(
+def test_a_link_replacing_the_file_socket_opens_nothing_to_others(
     monkeypatch: pytest.MonkeyPatch, replace: Callable[[Path, Path], None]
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, bind_file(f"{folder}/theirs") as private:

@@ -47,7 +47,7 @@ def methods(attacked: Attacked) -> Iterator[str]:
                         yield from (f"/{service.name}/{method.name}" for method in described.method)
 
 
-def test_no_certificate_an_expired_one_another_authoritys_and_plain_text_are_cut_off(attacked: Attacked) -> None:
+def test_missing_expired_or_foreign_certificates_and_plain_text_are_refused(attacked: Attacked) -> None:
     expired = attacked.authority.issue("expired", OPERATOR, lasts=timedelta(days=-1))
     foreign = attacked.other_authority.issue("operator", OPERATOR)
     for pair in (None, expired, foreign, None):
@@ -60,9 +60,7 @@ def test_no_certificate_an_expired_one_another_authoritys_and_plain_text_are_cut
 
 
 @pytest.mark.parametrize("role", [DAEMON, METRICS, "rankscope-operator.rankscope.svc", f"{OPERATOR}\x00.example.com"])
-def test_every_method_is_denied_to_other_roles_of_the_authority_before_a_word_of_theirs_is_read(
-    attacked: Attacked, role: str
-) -> None:
+def test_other_roles_are_denied_every_method_before_requests_are_read(attacked: Attacked, role: str) -> None:
     with attacked.channel(attacked.authority.issue("role", "x", (role,))) as channel:
         for method in [*methods(attacked), "/no.Such/Method"]:
             for body in (b"", b"\xff\xff\xff", b"\x0a\x04" + b"\xff" * 4):
@@ -72,7 +70,7 @@ def test_every_method_is_denied_to_other_roles_of_the_authority_before_a_word_of
     attacked.wait_for_line(f"its certificate is of {role!r}")
 
 
-def test_an_operator_that_sends_garbage_is_told_so_and_nothing_is_logged(attacked: Attacked) -> None:
+def test_an_operators_garbage_is_refused_and_not_logged(attacked: Attacked) -> None:
     before = attacked.lines
     with attacked.channel(attacked.operator) as channel:
         for body in (b"\xff\xff\xff", b"\x0a\x02\xff\xfe"):
@@ -82,7 +80,7 @@ def test_an_operator_that_sends_garbage_is_told_so_and_nothing_is_logged(attacke
     assert attacked.lines == before
 
 
-def test_calls_that_another_role_begins_and_leaves_alone_take_no_thread(attacked: Attacked) -> None:
+def test_abandoned_calls_of_another_role_take_no_thread(attacked: Attacked) -> None:
     stolen = attacked.authority.issue("stolen", DAEMON)
     with contextlib.ExitStack() as stack:
         for _ in range(10):
@@ -107,7 +105,7 @@ def metrics_answer(attacked: Attacked, pair: Pair | None, path: str) -> bytes:
     return said
 
 
-def test_metrics_behind_tls_are_for_scrapers_with_a_certificate_and_health_for_everybody(attacked: Attacked) -> None:
+def test_tls_metrics_need_a_certificate_and_health_does_not(attacked: Attacked) -> None:
     issue = attacked.authority.issue
     for pair in (issue("metrics", METRICS), attacked.operator):
         assert b"rankscope_rank_info" in metrics_answer(attacked, pair, "/metrics")
@@ -131,7 +129,7 @@ def test_metrics_behind_tls_are_for_scrapers_with_a_certificate_and_health_for_e
         assert b"root:" not in answer
 
 
-def test_nothing_listens_but_what_is_documented_and_nothing_others_can_reach_is_without_tls(attacked: Attacked) -> None:
+def test_only_documented_ports_listen_and_reachable_ones_use_tls(attacked: Attacked) -> None:
     found = listening(attacked.pid)
     documented = {attacked.port, attacked.metrics_port, attacked.console_port, attacked.alerts_port}
     assert {port for _, port in found} == documented

@@ -9,7 +9,7 @@ from tests.security.test_strangers import refusal
 from tests.support.waiting import wait_until
 
 
-def test_callers_that_never_showed_a_certificate_are_told_of_in_a_line_a_minute_with_their_number(
+def test_callers_without_certificates_are_counted_in_a_line_per_minute(
     attacked: Attacked,
 ) -> None:
     with attacked.channel(None) as channel:

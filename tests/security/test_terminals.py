@@ -358,7 +358,7 @@ def test_a_socket_directory_that_somebody_else_prepared_is_not_used(
     assert "--connect" in finished.stderr
 
 
-def test_a_download_ends_where_the_capture_says_and_not_when_the_disk_is_full(tmp_path: Path) -> None:
+def test_a_download_ends_at_the_announced_size(tmp_path: Path) -> None:
     hostile = HostileCaptures(announced=200_000, sent=None)
     with served(hostile) as endpoint:
         code, received = run_on_terminal(
@@ -381,7 +381,7 @@ def test_a_download_that_is_announced_too_large_does_not_begin(tmp_path: Path) -
     assert hostile.chunks == 0
 
 
-def test_a_download_that_does_not_fit_the_disk_does_not_begin(tmp_path: Path) -> None:
+def test_a_download_larger_than_the_free_disk_does_not_begin(tmp_path: Path) -> None:
     hostile = HostileCaptures(1 << 50, sent=None)
     with served(hostile) as endpoint:
         code, received = run_on_terminal(

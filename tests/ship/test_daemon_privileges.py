@@ -73,7 +73,7 @@ def has_stacks(serving: Serving, name: str) -> bool:
     return len({labels["rank"] for labels in samples if run_of(labels) == name}) == RANKS
 
 
-def test_the_charts_daemon_reads_and_captures_a_job_of_another_user_and_leaves_nothing_in_its_pod(
+def test_the_charts_daemon_captures_another_users_job_without_leftovers(
     job: CaptureJob, folder: Path, rendered: dict[str, Rendered]
 ) -> None:
     with daemon(folder / "full", *capabilities(rendered["default"])) as full:
@@ -86,7 +86,7 @@ def test_the_charts_daemon_reads_and_captures_a_job_of_another_user_and_leaves_n
         assert job.files_left(report["ranks"][0]["pid"]) == []
 
 
-def test_without_entering_namespaces_all_but_captures_by_libkineto_goes_on_and_it_is_told_why(
+def test_without_namespace_entry_only_libkineto_captures_stop_with_a_reason(
     job: CaptureJob, folder: Path, rendered: dict[str, Rendered]
 ) -> None:
     held = capabilities(rendered["no-namespace-entry"])
@@ -111,7 +111,7 @@ def test_without_ptrace_neither_steps_nor_stacks_can_be_read(
         assert not [value for name, _, value in less.scrape() if name == "rankscope_rank_steps_total" and value]
 
 
-def test_without_reading_what_belongs_to_others_no_rank_of_another_user_is_seen(
+def test_without_dac_read_search_no_other_users_rank_is_seen(
     job: CaptureJob, folder: Path, rendered: dict[str, Rendered]
 ) -> None:
     held = [name for name in capabilities(rendered["default"]) if name != "dac_read_search"]

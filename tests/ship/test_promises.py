@@ -110,9 +110,7 @@ def test_sys_admin_is_for_entering_namespaces_alone(rendered: dict[str, Rendered
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_roles_are_bound_to_the_operator_alone_and_are_those_that_the_tests_run_with(
-    rendered: dict[str, Rendered], name: str
-) -> None:
+def test_only_the_operator_is_bound_to_the_tested_roles(rendered: dict[str, Rendered], name: str) -> None:
     roles = {(role["kind"], role["metadata"]["name"]) for role in rendered[name].all("ClusterRole")}
     roles |= {(role["kind"], role["metadata"]["name"]) for role in rendered[name].all("Role")}
     known = {
@@ -132,7 +130,7 @@ def test_roles_are_bound_to_the_operator_alone_and_are_those_that_the_tests_run_
         assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
 
 
-def test_where_it_can_the_api_server_asks_nobody_about_a_status_that_the_operator_writes(
+def test_newer_api_servers_skip_the_webhook_for_the_operators_status(
     all_rendered: dict[tuple[str, str], Rendered],
 ) -> None:
     conditions = {}
@@ -170,7 +168,7 @@ def test_kinds_webhooks_and_rules_are_those_of_the_code(rendered: dict[str, Rend
     assert "https://rankscope.dev/runbooks" not in json.dumps(made) and "grafana.example" not in json.dumps(made)
 
 
-def test_alerts_about_a_run_link_to_the_console_where_it_has_an_address(rendered: dict[str, Rendered]) -> None:
+def test_run_alerts_link_to_a_console_with_an_address(rendered: dict[str, Rendered]) -> None:
     (linking,) = rendered["monitored"].all("PrometheusRule")
     alerts = [rule["annotations"] for group in linking["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
     linked = [each for each in alerts if "var-run=" in each["dashboard_url"]]
@@ -185,7 +183,7 @@ def test_dashboards_are_those_of_the_repository(rendered: dict[str, Rendered]) -
     assert {name: json.loads(text) for name, text in made.items()} == given
 
 
-def test_the_operator_finds_the_daemons_by_the_labels_and_the_port_that_they_have(
+def test_the_operator_finds_daemons_by_their_labels_and_port(
     rendered: dict[str, Rendered],
 ) -> None:
     template = rendered["default"].one("DaemonSet", "rankscope-daemon")["spec"]["template"]
@@ -250,9 +248,7 @@ def test_a_pod_has_the_extra_volumes_of_its_values(rendered: dict[str, Rendered]
 
 
 @pytest.mark.parametrize("component", ["daemon", "operator"])
-def test_openshifts_constraints_allow_what_the_pod_asks_for_and_nothing_else(
-    rendered: dict[str, Rendered], component: str
-) -> None:
+def test_openshifts_constraints_allow_only_what_the_pod_requests(rendered: dict[str, Rendered], component: str) -> None:
     allowed = rendered["everything"].one("SecurityContextConstraints", f"rankscope-{component}")
     spec = dict(pod_specs(rendered["everything"]))[component]
     assert allowed["users"] == [f"system:serviceaccount:{NAMESPACE}:{spec['serviceAccountName']}"]

@@ -305,7 +305,7 @@ def test_certificates_and_what_the_api_server_trusts_outlive(life: Life, when: s
     assert {name: life.kept[when].get(name) for name in life.kept["install"]} == life.kept["install"]
 
 
-def test_an_upgrade_brings_new_kinds_and_a_rollback_the_old_ones(life: Life) -> None:
+def test_an_upgrade_brings_new_kinds_and_a_rollback_old_ones(life: Life) -> None:
     assert "deleteArtifacts" not in spec_of(life.schemas["install"])
     assert "deleteArtifacts" in spec_of(life.schemas["upgrade"])
     assert "deleteArtifacts" not in spec_of(life.schemas["rollback"])
@@ -325,7 +325,7 @@ def test_uninstalling_leaves_nothing_behind_but_kinds_with_their_objects(life: L
     assert not life.before - life.objects["uninstall"]
 
 
-def test_it_can_be_installed_again_where_kinds_and_objects_were_kept(life: Life) -> None:
+def test_it_can_be_reinstalled_over_kept_kinds_and_objects(life: Life) -> None:
     values = life.helm.values_file("cert-manager", COMBINATIONS["cert-manager"])
     release = (RELEASE, "--namespace", NAMESPACE)
     life.helm.run("install", RELEASE, str(CHART), *release[1:], "--values", values, "--disable-openapi-validation")

@@ -41,7 +41,7 @@ def test_every_manifest_is_strictly_valid(rendered: dict[str, Rendered], name: s
 
 
 @pytest.mark.parametrize("name", RENDERED_TWICE)
-def test_what_is_made_for_the_newest_kubernetes_is_strictly_valid_there(
+def test_manifests_for_the_newest_kubernetes_are_strictly_valid(
     all_rendered: dict[tuple[str, str], Rendered], name: str, tmp_path: Path
 ) -> None:
     documents = all_rendered[name, NEW].documents
@@ -56,7 +56,7 @@ def test_what_is_made_for_the_newest_kubernetes_is_strictly_valid_there(
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_the_api_server_would_take_every_manifest_and_drop_no_field(
+def test_the_api_server_accepts_every_manifest_without_dropping_fields(
     rendered: dict[str, Rendered], server: ApiServer, name: str
 ) -> None:
     kinds = cluster.resources(server.admin)

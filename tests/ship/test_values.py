@@ -48,7 +48,7 @@ def test_wrong_types_and_unknown_keys_are_all_named_at_once(helm: Helm) -> None:
     assert "100" in told, told  # the highest rate
 
 
-def test_values_that_do_not_go_together_are_refused_with_the_next_step(helm: Helm) -> None:
+def test_conflicting_values_are_refused_with_the_next_step(helm: Helm) -> None:
     told = refusal(
         helm,
         "impossible",
@@ -72,7 +72,7 @@ def test_values_that_do_not_go_together_are_refused_with_the_next_step(helm: Hel
         assert name in told, told
 
 
-def test_a_threshold_that_no_rule_has_is_refused_and_the_others_are_told(helm: Helm) -> None:
+def test_an_unknown_threshold_is_refused_and_known_ones_are_listed(helm: Helm) -> None:
     told = refusal(helm, "threshold", {"prometheusRule": {"enabled": True, "thresholds": {"exposed": 0.5}}})
     assert "prometheusRule.thresholds.exposed" in told and "exposed_communication_ratio" in told, told
 

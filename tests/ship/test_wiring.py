@@ -47,9 +47,7 @@ def test_whatever_selects_selects_something(rendered: dict[str, Rendered], name:
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_objects_have_names_of_their_own_and_the_labels_that_everybody_knows(
-    rendered: dict[str, Rendered], name: str
-) -> None:
+def test_objects_have_unique_names_and_the_standard_labels(rendered: dict[str, Rendered], name: str) -> None:
     documents = rendered[name].documents
     places = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in documents]
     assert len(places) == len(set(places))
@@ -73,7 +71,7 @@ def test_roles_open_neither_other_secrets_nor_other_pods(rendered: dict[str, Ren
                 assert not {"list", "watch", "create"} & set(rule["verbs"]), role["metadata"]["name"]
 
 
-def test_the_daemon_writes_nowhere_on_its_node_but_in_folders_of_ours(rendered: dict[str, Rendered]) -> None:
+def test_the_daemon_writes_only_to_our_folders_on_its_node(rendered: dict[str, Rendered]) -> None:
     spec = rendered["everything"].one("DaemonSet", "rankscope-daemon")["spec"]["template"]["spec"]
     mounts = {mount["name"]: mount for mount in spec["containers"][0]["volumeMounts"]}
     paths = {volume["name"]: volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume}

@@ -145,7 +145,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
         yield job
 
 
-def test_the_slow_rank_is_named_with_its_node_under_the_name_of_the_slurm_job_and_captured(training: Training) -> None:
+def test_the_slurm_jobs_slow_rank_is_named_and_captured(training: Training) -> None:
     status = training.first_alarm()
     assert (status.job, status.world_size) == (training.run, len(NODES))
     assert (status.verdict.kind, list(status.verdict.culprits)) == (pb.VERDICT_KIND_SLOW_RANK, [SLOW_RANK])
@@ -162,7 +162,7 @@ def test_the_slow_rank_is_named_with_its_node_under_the_name_of_the_slurm_job_an
         assert Path(rank["file"]).stat().st_size
 
 
-def test_a_requeued_job_keeps_its_name_and_has_the_next_attempt(training: Training) -> None:
+def test_a_requeued_job_keeps_its_name_with_the_next_attempt(training: Training) -> None:
     training.wait_until(lambda: training.attempts() == {rank: (node, 0) for rank, node in NODES.items()})
     training.requeue()
     training.wait_until(lambda: training.attempts() == {rank: (node, 1) for rank, node in NODES.items()})

@@ -15,7 +15,7 @@ def yields(pid: int) -> bool:
     return os.sched_getscheduler(pid) == os.SCHED_IDLE and is_last
 
 
-def test_every_core_has_a_loop_that_yields_to_everything_and_ends_with_what_it_is_for() -> None:
+def test_every_core_has_a_yielding_loop_until_the_context_ends() -> None:
     with awake_cores() as pids:
         wait_until(lambda: all(map(yields, pids)), lambda: [os.sched_getscheduler(pid) for pid in pids])
         assert [os.sched_getaffinity(pid) for pid in pids] == [{core} for core in os.sched_getaffinity(0)]

@@ -28,13 +28,13 @@ def test_the_spread_is_median_and_quartiles() -> None:
     assert (spread.low, spread.median, spread.high) == (2.0, 3.0, 4.0)
 
 
-def test_the_ratio_of_equal_conditions_is_one_and_its_interval_holds_it() -> None:
+def test_equal_conditions_have_a_ratio_and_interval_of_one() -> None:
     blocks = [1.0, 1.02, 0.99, 1.01, 1.0, 0.98]
     ratio = paired_ratio(blocks, blocks)
     assert ratio.ratio == ratio.low == ratio.high == 1.0
 
 
-def test_a_drift_that_hits_both_of_a_pair_leaves_the_ratio_alone() -> None:
+def test_a_drift_common_to_a_pair_leaves_the_ratio_unchanged() -> None:
     off = [1.0, 1.1, 1.2, 1.3, 1.4]
     ratio = paired_ratio([1.05 * value for value in off], off)
     assert ratio.ratio == pytest.approx(1.05)
@@ -57,19 +57,19 @@ def test_only_steps_that_lie_wholly_in_a_block_count() -> None:
     assert compared.on_means == [20.0]  # 40–50 and 50–80
 
 
-def test_being_registered_is_a_ratio_of_runs_that_took_turns_and_says_when_it_cannot_tell() -> None:
+def test_registration_cost_is_a_paired_ratio_and_noise_is_reported() -> None:
     plain = [5e6, 5.2e6, 5.1e6]
     told = registration.row([1.001 * value for value in plain], plain)
     assert told.name.endswith("median step (5.1 ms)") and told.value == pytest.approx(1.001) and told.met
     assert registration.row([5e6, 6e6, 4e6], plain).noisy
 
 
-def test_a_missed_target_is_shown_and_a_line_for_context_has_none() -> None:
+def test_a_missed_target_is_shown_and_context_lines_have_none() -> None:
     shown = table([Row("a", 3.0, "µs", target=2.0), Row("b", 1.0, "µs", target=2.0), Row("c", 1.0, "µs")])
     assert [line.split()[-1] for line in shown.splitlines()[2:]] == ["NO", "yes", "µs"]
 
 
-def test_a_made_up_fleet_has_its_slow_ranks_where_it_says() -> None:
+def test_a_made_up_fleet_has_its_declared_slow_ranks() -> None:
     fleet = Fleet(jobs=4, ranks_per_job=8, slow_ratio=0.5)
     windows = next(fleet.ticks())
     slow = [name for name, window in windows.items() if window.columns.self_seconds.argmax() == 0]
@@ -78,7 +78,7 @@ def test_a_made_up_fleet_has_its_slow_ranks_where_it_says() -> None:
     assert windows["job-0"].evidence()[0].stacks is not None
 
 
-def test_a_repeated_trace_is_the_short_one_again_later_and_tied_to_nothing_of_before() -> None:
+def test_a_repeated_trace_is_shifted_in_time_with_new_ids() -> None:
     kernel = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1000.5, "dur": 10.25, "args": {"correlation": 7}}
     flow = {"ph": "s", "id": 3, "ts": 1001.0}
     made = repeated({"traceEvents": [{"ph": "M", "name": "process_name"}, kernel, flow], "schemaVersion": 1}, 3)
@@ -89,7 +89,7 @@ def test_a_repeated_trace_is_the_short_one_again_later_and_tied_to_nothing_of_be
     assert made["schemaVersion"] == 1
 
 
-def test_a_simulated_fleet_has_every_rank_of_every_job_once_and_its_daemons_speak_for_their_own_pods() -> None:
+def test_a_simulated_fleet_has_each_rank_once_in_own_pods() -> None:
     layout = FleetLayout(daemons=100, ranks_per_node=8)
     seen: dict[str, list[int]] = {}
     for node in (*range(30), 99):

@@ -78,7 +78,7 @@ def chart_values() -> set[str]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_is_executed_by_a_test_or_says_why_not(block: Block) -> None:
+def test_a_marked_block_names_its_test_or_a_reason(block: Block) -> None:
     if not block.mark:
         return  # tests/integration/test_doc_commands.py
     kind, _, about = block.mark.partition(": ")

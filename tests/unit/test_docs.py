@@ -36,7 +36,7 @@ def rows(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_page_of_metrics_is_made_from_what_the_exporters_export() -> None:
+def test_the_metrics_page_matches_the_exported_metrics() -> None:
     """`make docs` regenerates it."""
     assert generate_metrics_page.PAGE.read_text() == generate_metrics_page.page(
         generate_metrics_page.TEMPLATE.read_text(), exported_metrics()

@@ -59,7 +59,7 @@ def observed(clock: float, clocks_of_smi: list[str], watts: float = 690.0) -> Ob
     return Observed(scrapes, smis)
 
 
-def test_a_clock_that_holds_still_must_be_the_same_in_both() -> None:
+def test_a_steady_clock_must_agree_exactly_in_both_sources() -> None:
     load = [Load("bf16-4096", 100.0, 112.0)]
     right = compare(QUANTITY["SM clock"], observed(1980e6, ["1980"] * 12), load)
     wrong = compare(QUANTITY["SM clock"], observed(1979e6, ["1980"] * 12), load)
@@ -73,7 +73,7 @@ def test_a_clock_that_moves_is_left_out_and_told() -> None:
     assert found.moving > 4
 
 
-def test_a_clock_that_moved_between_two_looks_of_nvidia_smi_is_left_out_too() -> None:
+def test_a_clock_that_moved_between_nvidia_smi_readings_is_omitted() -> None:
     seen = observed(1755e6, ["1800"] * 12)
     seen.clocks += [(100 + 0.02 * number, 1755.0 if number % 50 == 7 else 1800.0) for number in range(600)]
     load = [Load("bf16-16384", 100.0, 112.0)]
@@ -89,7 +89,7 @@ def test_a_clock_that_nobody_else_saw_is_told() -> None:
     assert compare_moving_clock(seen, [Load("bf16-16384", 100.0, 112.0)]).among == 0
 
 
-def test_nvidia_smi_is_held_against_nvml_only_where_the_clock_stood_still_meanwhile() -> None:
+def test_nvidia_smi_is_compared_with_nvml_only_at_steady_clock() -> None:
     said = {"clocks.sm": "1800"}
     smis = [Smi(100.0, 0.1, said, (1800.0, 1800.0)), Smi(101.0, 0.1, said, (1800.0, 1755.0)), Smi(102.0, 0.1, said)]
     smis.append(Smi(103.0, 0.1, said, (1755.0, 1755.0)))
@@ -97,7 +97,7 @@ def test_nvidia_smi_is_held_against_nvml_only_where_the_clock_stood_still_meanwh
     assert (found.bracketed, found.same) == (2, 1)
 
 
-def test_nothing_outside_of_the_steady_part_of_a_load_is_compared() -> None:
+def test_only_the_steady_part_of_a_load_is_compared() -> None:
     assert compare(QUANTITY["power"], observed(0, ["0"] * 12), [Load("idle", 100.0, 103.0)]).compared == 0
 
 
@@ -165,7 +165,7 @@ def course(name: str, *medians: float) -> Course:
     return Course(name, tuple(made))
 
 
-def test_what_a_capture_left_behind_is_held_against_jobs_without_one(tmp_path: Path) -> None:
+def test_the_aftermath_of_a_capture_is_compared_with_uncaptured_jobs(tmp_path: Path) -> None:
     report = Report("t", tmp_path, "aftermath", 10)
     courses = [course("captured 1", 7.0, 7.7, 7.7), course("not captured 1", 6.0, 6.6), course("captured 2", 8.0, 8.8)]
     # Without a daemon, and without the flag: told, and not mixed with the others.
@@ -244,7 +244,7 @@ def test_each_way_to_be_wrong_is_told(heard: list[Said], missed: str) -> None:
     assert missed in judge(Cell("ddp", "host"), heard, facts()).misses
 
 
-def test_a_slow_device_is_not_blamed_on_a_line_of_the_program() -> None:
+def test_a_slow_device_is_not_blamed_on_a_program_line() -> None:
     right = [said("SLOW_RANK", 1018, (2,), phase="device")]
     wrong = [said("SLOW_RANK", 1018, (2,), phase="device", frames=SLOW_LINE)]
     assert judge(Cell("ddp", "gpu"), right, facts()).misses == []
@@ -260,7 +260,7 @@ def test_a_healthy_job_must_be_called_healthy_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("faulty_ms", "must_find"), [(22.0, True), (20.2, False)])
-def test_a_small_fault_must_be_found_only_where_it_costs_something(faulty_ms: float, must_find: bool) -> None:
+def test_a_small_fault_must_be_found_only_if_costly(faulty_ms: float, must_find: bool) -> None:
     quiet = [said("HEALTHY", 1018, severity="NONE", step_ms=faulty_ms)]
     loud = [said("SLOW_RANK", 1018, (2,), step_ms=faulty_ms, phase="device", impact=0.1)]
     cell = Cell("fsdp2", "gpu10")
@@ -269,7 +269,7 @@ def test_a_small_fault_must_be_found_only_where_it_costs_something(faulty_ms: fl
     assert (judge(cell, quiet, facts(20.0, faulty_ms)).misses == []) is not must_find
 
 
-def test_what_a_small_fault_costs_is_told_by_steps_that_took_turns() -> None:
+def test_the_cost_of_a_small_fault_comes_from_alternating_steps() -> None:
     """The job gets slower by itself, by more than the fault costs, and every block begins with slow steps."""
     starts = [2 + 40 * block for block in range(21)]
     millis = np.linspace(20.0, 30.0, 40 * 20)
@@ -291,7 +291,7 @@ def test_every_cell_has_its_turn_before_the_second_round() -> None:
     assert names == ["ddp-none-1", "hf-input-1", "ddp-none-2", "hf-input-2"]
 
 
-def test_a_cell_that_failed_is_a_row_of_the_same_width() -> None:
+def test_a_failed_cell_is_a_row_of_equal_width() -> None:
     failed = Row("ddp", "host", 1, failure="rank 0 ended with 1")
     assert len(failed.cells()) == len(judge(Cell("ddp", "host"), [], facts()).cells())
     assert failed.misses == ["failed"]
@@ -303,7 +303,7 @@ def test_a_job_is_known_by_its_port_alone(tmp_path: Path) -> None:
     assert not job.is_named("127.0.0.1:29581@node-1")
 
 
-def test_blocks_of_steps_are_paired_by_what_was_switched_on_in_them() -> None:
+def test_blocks_of_steps_are_paired_by_what_was_on() -> None:
     """Steps with the probe take 11 ms, others 10; the first ones of each block are still those of the block before."""
     plan = {"first_step": 100, "steps_per_block": 20, "blocks": 8}
     millis = np.full(300, 10.0)

@@ -12,3 +12,11 @@ def test_nothing_but_tests_imports_tests() -> None:
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 100
     assert [path for path in paths if importing.search(path.read_text())] == []
+
+
+def test_the_name_of_a_test_has_at_most_ten_words() -> None:
+    defined = re.compile(r"^ *(?:async )?def test_(\w+)", re.M)
+    paths = list((ROOT / "tests").rglob("*.py"))
+    names = [(path, name) for path in paths for name in defined.findall(path.read_text())]
+    assert len(names) > 1000
+    assert [(path, name) for path, name in names if len(name.split("_")) > 10] == []

@@ -48,7 +48,7 @@ def test_a_command_that_is_killed_has_failed() -> None:
     assert inside("kill -KILL $$").returncode == 128 + 9
 
 
-def test_the_folder_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_a_killed_runs_folder_is_removed_by_the_next_run(tmp_path: Path) -> None:
     known = {**os.environ, "TMPDIR": str(tmp_path)}
     script = "echo begun; sleep 987655"
     with subprocess.Popen([*SANDBOX, script], cwd=ROOT, env=known, stdout=subprocess.PIPE) as running:

@@ -18,7 +18,7 @@ def test_in_vain_is_told_with_the_explanation() -> None:
         wait_until(lambda: False, lambda: "the reason", seconds=0.01)
 
 
-def test_a_condition_that_comes_true_while_the_machine_stands_still_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_condition_that_becomes_true_during_a_stall_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 1000.0])
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     answers = iter([False, True])

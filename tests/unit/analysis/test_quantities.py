@@ -57,7 +57,7 @@ def test_ticks_stand_at_round_numbers_of_the_unit_shown(values: list[float], tic
     assert drawn.low <= min(values) and max(values) <= drawn.high
 
 
-def test_a_log_axis_names_a_unit_at_each_tick_and_leaves_out_what_it_cannot_show() -> None:
+def test_log_axis_ticks_have_units_and_unplottable_values_are_skipped() -> None:
     drawn = scale(Axis("size", "B", log=True), [0.0, -3.0, 1024.0, 2.0**20, math.nan], 0, 100, most=5)
     assert [drawn.tick_text(tick) for tick in drawn.ticks] == ["1 KiB", "4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB"]
     assert (drawn.place(1024), drawn.place(2**15), drawn.place(2**20)) == pytest.approx((0, 50, 100))

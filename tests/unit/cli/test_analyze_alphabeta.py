@@ -90,7 +90,7 @@ def test_reads_the_transfers_of_two_real_ranks(capsys: pytest.CaptureFixture[str
     assert "25 collectives matched over 2 ranks" in found["notes"][0]
 
 
-def test_abstains_with_the_reason_where_one_rank_does_not_know_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_abstains_with_a_reason_if_the_group_size_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     alone = H200 / "gloo_2ranks_rank0.json.gz"
     found = answer(capsys, alone)
     assert found["verdict"] == "insufficient_data"

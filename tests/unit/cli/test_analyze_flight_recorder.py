@@ -71,7 +71,7 @@ def test_a_file_that_is_named_twice_is_read_once(folder: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("name", ["fr_5", "rank5.json", "trace-5.pickle", "5", "nccl_trace_rank_5.fr.pkl"])
-def test_the_rank_is_the_number_at_the_end_of_the_name(
+def test_the_rank_is_the_number_that_ends_the_name(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_bytes(as_json(content([record(1)], {"0": [5]})))

@@ -66,7 +66,7 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str], trace: Path
     assert [key for key in keys if f"`{key}`" not in page] == []
 
 
-def test_a_slow_rank_is_named_and_the_step_without_it_told(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+def test_a_slow_rank_is_named_with_the_step_without_it(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
     read = answer(capsys, trace)
     culprit = SHAPE.rank(CULPRIT)
     assert (read["verdict"], read["culprit_ranks"]) == ("slow_rank", [culprit])
@@ -162,7 +162,7 @@ def test_metadata_that_is_wrong_gets_one_line(
     assert message in complaint(capsys, trace, "--meta", meta)
 
 
-def test_metadata_that_declares_more_ranks_than_there_are_is_not_judged(
+def test_metadata_declaring_more_ranks_than_present_is_not_judged(
     capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
     meta = tmp_path / "meta.yaml"

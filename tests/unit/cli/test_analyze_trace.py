@@ -84,7 +84,7 @@ def test_one_rank_is_broken_down_and_not_joined(capfd: pytest.CaptureFixture[str
     assert sum(rank["parts_us"].values()) == pytest.approx(rank["span_us"])
 
 
-def test_two_ranks_over_gloo_are_joined_and_said_to_be_bound_by_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_gloo_ranks_are_joined_and_found_communication_bound(capfd: pytest.CaptureFixture[str]) -> None:
     report = _json(capfd, *GLOO)
     assert report["bound"] == "communication" and report["findings"][0]["kind"] == "exposed_communication"
     join = report["join"]
@@ -93,9 +93,7 @@ def test_two_ranks_over_gloo_are_joined_and_said_to_be_bound_by_it(capfd: pytest
     assert join["verdict"] == "insufficient_data" and join["culprits"] == []
 
 
-def test_sixty_four_ranks_with_three_broken_files_give_the_other_sixty_one(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_three_broken_files_of_64_leave_the_other_61(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = _job(tmp_path, 64)
     (folder / "rank-7.json.gz").write_bytes(b"")
     (folder / "rank-20.json.gz").write_bytes(b"Segmentation fault\n")
@@ -114,9 +112,7 @@ def test_sixty_four_ranks_with_three_broken_files_give_the_other_sixty_one(
     assert report["join"]["collectives_matched"] == 5 and report["join"]["verdict"] == "healthy"
 
 
-def test_the_slow_rank_of_many_is_said_first_and_stands_in_the_table(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_rank_comes_first_and_is_in_the_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = _run(capfd, _job(tmp_path, 20, slow=1.5))
     lines = out.splitlines()
     assert code == 0
@@ -176,7 +172,7 @@ def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path, capfd: 
         ("--merged", "/nowhere/at/all.json.gz"),
     ],
 )
-def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
+def test_an_impossible_option_is_one_line_and_exit_code_2(
     words: tuple[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = _run(capfd, *GLOO, *words)
@@ -192,9 +188,7 @@ def test_stages_are_outermost_in_a_layout() -> None:
         layout.stage_of([0, 8])
 
 
-def test_stages_are_compared_with_each_other_when_the_layout_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_stages_are_compared_when_the_layout_is_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = _job(tmp_path, 8, slow=1.5)
     assert _json(capfd, folder)["join"]["culprits"] == [5]
     assert _json(capfd, folder, "--parallelism", "pp=2,dp=4")["join"]["culprits"] == [5]
@@ -238,7 +232,7 @@ def _page(path: Path) -> _Seen:
     return seen
 
 
-def test_the_page_is_whole_shows_the_numbers_and_asks_for_nothing(
+def test_the_page_shows_the_numbers_and_loads_nothing_external(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "report.html"
@@ -254,7 +248,7 @@ def test_the_page_is_whole_shows_the_numbers_and_asks_for_nothing(
     assert all(name not in ("href", "src") or (value or "").startswith("data:") for name, value in seen.attributes)
 
 
-def test_names_of_a_hostile_trace_do_nothing_to_page_terminal_or_json(
+def test_hostile_names_are_harmless_in_page_terminal_and_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "<img src=x onerror=alert(1)>"
@@ -291,7 +285,7 @@ def _paths(value: object, at: str = "") -> Iterator[str]:
         yield at
 
 
-def test_every_key_of_the_json_is_documented_and_every_documented_key_exists(
+def test_the_documented_json_keys_are_exactly_the_produced_ones(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     produced: set[str] = set()
@@ -311,9 +305,7 @@ def test_help_teaches_with_an_example(capfd: pytest.CaptureFixture[str]) -> None
     assert code == 0 and "rankscope analyze trace traces/ --html report.html" in out
 
 
-def test_a_last_step_that_the_recording_cut_counts_in_the_totals_and_is_noted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_truncated_last_step_counts_in_totals_and_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     content = _rank_trace(0, 1)
     # The recording ended while the device was at the third step: its second kernel and all later ones are missing.
     last_kernel = [event for event in content["traceEvents"] if event["cat"] == "kernel"][4]
@@ -358,7 +350,7 @@ def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, capfd: pytest.Captur
             assert code == 0 and "report" not in err.replace("wrote", "")
 
 
-def test_the_flame_graph_of_the_device_holds_the_same_time_in_every_format(
+def test_every_format_of_the_device_flame_graph_holds_equal_time(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kernels = {rank["rank"]: rank["top_kernels"] for rank in _json(capfd, *GLOO, "--top", 1000)["ranks"]}
@@ -384,14 +376,14 @@ def test_the_flame_graph_of_the_device_holds_the_same_time_in_every_format(
     assert sum(map(int, own.split(","))) == sum(nanos.values()) and "2 ranks: time on the device" in page
 
 
-def test_a_flame_graph_in_an_unknown_format_is_refused_before_anything_is_read(
+def test_an_unknown_flame_graph_format_is_refused_before_reading(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, out, err = _run(capfd, tmp_path / "absent.json", "--flame", "gpu.svg")
     assert code == 2 and not out and "name FILE.html, .pb.gz, .json or .folded" in err and "absent" not in err
 
 
-def test_the_flame_graph_of_a_trace_without_a_device_is_empty_and_says_why(
+def test_a_flame_graph_without_a_device_is_empty_and_explained(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     operator = {"ph": "X", "name": "aten::add", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 0, "dur": 5}

@@ -43,7 +43,7 @@ def test_a_file_that_was_moved_away_is_made_anew(tmp_path: Path, logger: logging
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_place_where_nothing_can_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / "pipe")
     for name in ("missing/audit.log", "link", "pipe", ""):
@@ -51,7 +51,7 @@ def test_a_place_where_nothing_can_be_written_is_told_at_the_start(tmp_path: Pat
             open_audit_log(tmp_path / name)
 
 
-def test_a_folder_that_is_gone_later_breaks_nothing_and_is_said_once(
+def test_a_folder_removed_later_breaks_nothing_and_is_reported_once(
     tmp_path: Path, logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"

@@ -75,7 +75,7 @@ def whole_life() -> list[pb.Capture]:
     ]
 
 
-def test_a_capture_of_every_rank_exits_with_0_and_says_what_matters(
+def test_a_capture_of_every_rank_exits_0_with_its_findings(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon.script = whole_life()
@@ -95,7 +95,7 @@ def test_a_capture_of_every_rank_exits_with_0_and_says_what_matters(
     ]  # fmt: skip
 
 
-def test_a_rank_that_did_not_deliver_makes_it_1_with_its_real_cause(
+def test_an_undelivered_rank_gives_exit_code_1_and_its_cause(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(record: pb.Capture) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_did_not_deliver_makes_it_1_with_its_real_cause(
         (["--steps", "3", "--output", "/proc/nowhere"], "/proc/nowhere cannot be made"),
     ],
 )
-def test_what_cannot_be_asked_exits_with_2_and_the_next_step(
+def test_an_impossible_request_exits_with_2_and_the_reason(
     words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(command, *words) == 2
@@ -134,7 +134,7 @@ def test_what_cannot_be_asked_exits_with_2_and_the_next_step(
         ("127.0.0.1:1", "nobody answers at 127.0.0.1:1"),
     ],
 )
-def test_a_server_that_is_not_there_has_an_exit_code_of_its_own(
+def test_an_unreachable_server_has_its_own_exit_code(
     address: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in ((command, "--steps", "3"), (captures, "ls"), (top, "--once"), (doctor,)):
@@ -151,7 +151,7 @@ def test_a_refusal_is_told_in_the_daemons_words(
     assert f"error: {daemon.refusal}\n" in capsys.readouterr().err
 
 
-def test_json_has_the_documented_keys_and_null_for_what_was_not_measured(
+def test_json_has_documented_keys_and_null_for_unmeasured_values(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def edit(record: pb.Capture) -> None:
@@ -175,9 +175,7 @@ def test_json_has_the_documented_keys_and_null_for_what_was_not_measured(
     assert [rank["rank"] for rank in told["summary"]["ranks"]] == [0]
 
 
-def test_ctrl_c_cancels_the_capture_at_the_daemon_and_exits_with_130(
-    daemon: ScriptedCaptures, endpoint: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_cancels_the_capture_and_exits_with_130(daemon: ScriptedCaptures, endpoint: str, tmp_path: Path) -> None:
     daemon.script = [capture(ACCEPTED, ACCEPTED), capture(RUNNING, RUNNING)]
     words = [sys.executable, "-m", "rankscope.cli.main", "capture", "--connect", endpoint, "--steps", "3"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asking:
@@ -201,7 +199,7 @@ class _Restarted(dict[str, pb.Capture]):
         return
 
 
-def test_a_daemon_that_restarts_is_asked_again_how_the_capture_ended(
+def test_a_restarted_daemon_is_asked_how_the_capture_ended(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lose(record: pb.Capture) -> None:
@@ -216,7 +214,7 @@ def test_a_daemon_that_restarts_is_asked_again_how_the_capture_ended(
     assert "the daemon was restarted during the capture" in shown.out
 
 
-def test_a_daemon_that_stays_away_is_an_error_with_the_capture_to_ask_for(
+def test_an_absent_daemon_is_an_error_that_names_the_capture(
     daemon: ScriptedCaptures, endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(capture_following, "RECONNECT_SECONDS", 0.1)
@@ -227,7 +225,7 @@ def test_a_daemon_that_stays_away_is_an_error_with_the_capture_to_ask_for(
     assert f"rankscope captures show {ID}" in capsys.readouterr().err
 
 
-def test_words_of_a_container_neither_steer_the_terminal_nor_pass_for_markup(
+def test_container_text_neither_controls_the_terminal_nor_is_markup(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(record: pb.Capture) -> None:
@@ -240,7 +238,7 @@ def test_words_of_a_container_neither_steer_the_terminal_nor_pass_for_markup(
     assert "[bold]x[/]" in shown.out and "[Errno 13] Permission denied" in shown.out
 
 
-def test_the_live_table_shows_each_ranks_state_and_goes_with_the_terminals_height() -> None:
+def test_the_live_table_shows_rank_states_and_fits_the_terminal() -> None:
     console = Terminal(file=io.StringIO(), force_terminal=True, width=120, height=20, color_system=None)
     progress = LiveProgress(console)
     progress.show(capture(RUNNING, *[RUNNING] * 63, FAILED))
@@ -260,7 +258,7 @@ def test_many_ranks_get_a_tally_and_failures_a_line(capsys: pytest.CaptureFixtur
     assert lines[1:] == ["64 accepted", "ranks 62 and 63: failed", "2 failed, 62 running"]
 
 
-def test_captures_are_listed_the_latest_first_by_job_and_shown_by_id(
+def test_captures_are_listed_by_job_and_shown_by_id(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon.known = {ID: capture(ANALYSED, ANALYSED, FAILED, edit=joined)}
@@ -276,7 +274,7 @@ def test_captures_are_listed_the_latest_first_by_job_and_shown_by_id(
     assert "no capture 'c-other'" in capsys.readouterr().err
 
 
-def test_a_capture_is_cancelled_by_id_and_one_that_is_over_is_said_to_be(
+def test_cancelling_by_id_stops_a_capture_or_says_it_ended(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon.known = {ID: capture(RUNNING, RUNNING)}
@@ -287,7 +285,7 @@ def test_a_capture_is_cancelled_by_id_and_one_that_is_over_is_said_to_be(
     assert "is over: cancelled" in capsys.readouterr().out
 
 
-def test_a_rank_that_is_slower_after_the_capture_is_warned_of(
+def test_a_rank_slower_after_the_capture_gives_a_warning(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def slow_down(record: pb.Capture) -> None:
@@ -300,7 +298,7 @@ def test_a_rank_that_is_slower_after_the_capture_is_warned_of(
     assert warning.startswith("Warning: rank 0 took longer for a step after the capture: 7.19 ms before, 9.45 ms")
 
 
-def test_a_note_is_told_once_with_the_ranks_it_is_about(
+def test_a_note_is_told_once_with_its_ranks(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def note(record: pb.Capture) -> None:

@@ -44,7 +44,7 @@ def said_by_the_code() -> set[str]:
     return texts
 
 
-def test_every_sentence_that_has_an_answer_is_one_that_the_code_says() -> None:
+def test_every_documented_message_exists_in_the_code() -> None:
     said = said_by_the_code()
     sentences = re.findall(r"^\| `([^`]+)`", section("When it does not work"), re.MULTILINE)
     assert len(sentences) > 25

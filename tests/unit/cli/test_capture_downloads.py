@@ -44,7 +44,7 @@ def stub(endpoint: str) -> Iterator[CaptureServiceStub]:
         yield CaptureServiceStub(channel)
 
 
-def test_output_gets_every_ranks_file_and_a_summary_and_names_the_next_command(
+def test_output_writes_rank_files_and_summary_and_names_next_command(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new" / "traces"
@@ -141,7 +141,7 @@ def test_what_is_here_already_is_not_fetched_again(
     assert len(daemon.offsets) == 1
 
 
-def test_a_link_in_place_of_the_partial_file_is_not_followed(
+def test_a_link_replacing_the_partial_file_is_not_followed(
     daemon: ScriptedCaptures, stub: CaptureServiceStub, tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"
@@ -153,7 +153,7 @@ def test_a_link_in_place_of_the_partial_file_is_not_followed(
     assert victim.read_text() == "mine"
 
 
-def test_one_file_that_does_not_come_leaves_the_others_and_exits_with_1(
+def test_a_missing_file_leaves_the_others_and_exits_with_1(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del daemon.artifacts[0]
@@ -164,7 +164,7 @@ def test_one_file_that_does_not_come_leaves_the_others_and_exits_with_1(
     assert Path(second["file"]).read_bytes() == DATA[1]
 
 
-def test_get_takes_the_ranks_it_is_told_and_names_those_that_are_not_there(
+def test_get_fetches_the_given_ranks_and_names_missing_ones(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--connect", endpoint, "--output", str(tmp_path / "out")]

@@ -105,9 +105,7 @@ def test_every_way_of_writing_times_down_says_the_same(a: Path, slower: Path, tm
     assert read["b"]["median_seconds"] == pytest.approx(expected["b"]["median_seconds"])
 
 
-def test_traces_are_compared_by_their_steps_and_ranks_of_a_directory_are_one_run(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_trace_steps_are_compared_and_a_directory_is_one_run(tmp_path: Path, capsys: Capture) -> None:
     for rank in (0, 1):
         name = f"gloo_2ranks_rank{rank}.json.gz"
         (tmp_path / name).write_bytes((H200 / name).read_bytes())

@@ -48,7 +48,7 @@ def test_bash_completes_files_where_no_word_fits(script: Path) -> None:
     assert "complete -o bashdefault -o default -F _rankscope rankscope" in script.read_text()
 
 
-def test_zsh_reads_the_script_of_bash_and_fish_has_its_own(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_uses_the_bash_script_and_fish_its_own(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "zsh"]) == 0
     head, rest = capsys.readouterr().out.split("\n", 1)
     assert head == "autoload -U +X bashcompinit && bashcompinit"

@@ -100,7 +100,7 @@ def run(module: ModuleType, *words: str) -> int:
     return main([module.__name__.rpartition(".")[2], *words])
 
 
-def test_a_run_is_captured_through_the_operator_with_the_token_shown_on_every_call(
+def test_an_operator_capture_sends_the_token_on_every_call(
     operator: Operator, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (0, 1):
@@ -286,9 +286,7 @@ def test_the_token_of_a_named_kubeconfig_is_its_current_users(
     assert TOKEN not in capsys.readouterr().err
 
 
-def test_a_socket_counts_while_somebody_listens_and_not_by_the_files_it_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_listening_socket_counts_not_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = tmp_path / "daemon.sock"
     (tmp_path / "daemon.sock.lock").touch()
     monkeypatch.setattr(connection, "SYSTEM_SOCKET", str(system))

@@ -60,7 +60,7 @@ def test_a_context_is_set_used_listed_and_deleted(own_file: Path, tmp_path: Path
     assert (set(load_contexts().named), load_contexts().current) == ({"lab"}, "local")
 
 
-def test_the_flag_wins_over_the_environment_and_that_over_the_file(
+def test_the_flag_overrides_the_environment_which_overrides_the_file(
     own_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(own_file, "current: a\ncontexts: {a: {connect: 'a:1'}, b: {connect: 'b:1'}, c: {connect: 'c:1'}}\n")
@@ -71,7 +71,7 @@ def test_the_flag_wins_over_the_environment_and_that_over_the_file(
     assert chosen("--context", "local") == Endpoint()
 
 
-def test_a_token_of_a_context_is_not_sent_to_another_server(own_file: Path) -> None:
+def test_a_contexts_token_is_not_sent_to_another_server(own_file: Path) -> None:
     write(own_file, "current: a\ncontexts: {a: {connect: 'a:1', token-file: token, tls-server-name: n}}\n")
     # Paths in the file are relative to the file.
     assert chosen().token_file == own_file.parent / "token"

@@ -17,7 +17,7 @@ def test_every_fault_stands_without_options_and_survives_being_written_down(kind
     assert parse_fault(fault.spec) == fault
 
 
-def test_defaults_to_rank_two_or_the_last_and_to_a_delay() -> None:
+def test_defaults_to_rank_two_or_last_and_a_delay() -> None:
     assert parse_fault("slow-rank").for_ranks(4) == Fault("slow-rank", rank=2, delay_ms=DEFAULT_DELAY_MS)
     assert parse_fault("slow-input").for_ranks(2) == Fault("slow-input", rank=1)
     assert parse_fault("slow-network").for_ranks(4) == Fault("slow-network")

@@ -45,7 +45,7 @@ def test_the_fault_begins_at_its_step_on_its_rank_only(tmp_path: Path, rank: int
 
 
 @pytest.mark.usefixtures("scripts")
-def test_a_fault_ends_when_it_is_switched_off_even_in_the_middle_of_a_step(tmp_path: Path) -> None:
+def test_a_switched_off_fault_ends_even_within_a_step(tmp_path: Path) -> None:
     launcher = Board.create(tmp_path / "board", ranks=2)
     switch = importlib.import_module("fault_switch").FaultSwitch(1, "hang:rank=1", Board(tmp_path / "board"))
     launcher.fault_step = 1
@@ -57,7 +57,7 @@ def test_a_fault_ends_when_it_is_switched_off_even_in_the_middle_of_a_step(tmp_p
 
 
 @pytest.mark.usefixtures("scripts")
-def test_the_declared_size_and_work_are_those_of_the_real_model() -> None:
+def test_declared_size_and_work_match_the_real_model() -> None:
     size = ModelSize(device_forward_seconds=0, device_backward_seconds=0)
     faults = importlib.import_module("fault_switch").FaultSwitch(0, "none", None)
     model = importlib.import_module("model").LanguageModel(size, faults)

@@ -30,7 +30,7 @@ def call(served: Daemon, *words: str) -> int:
     return main([words[0], "--connect", served.addresses.grpc_targets[0], *words[1:]])
 
 
-def test_the_top_frames_of_the_only_run_are_shown_without_a_word_about_it(served: Daemon, capsys: Output) -> None:
+def test_top_frames_of_the_only_run_are_shown_by_default(served: Daemon, capsys: Output) -> None:
     record(served, 0, {LOAD: 75})
     record(served, 1, {STEP: 25})
     assert call(served, "flame") == Exit.OK
@@ -42,7 +42,7 @@ def test_the_top_frames_of_the_only_run_are_shown_without_a_word_about_it(served
     assert "25 samples" in capsys.readouterr().out
 
 
-def test_a_rank_against_its_cohort_puts_the_line_first_in_one_sentence(served: Daemon, capsys: Output) -> None:
+def test_comparing_a_rank_with_its_cohort_puts_the_line_first(served: Daemon, capsys: Output) -> None:
     for rank in range(3):
         record(served, rank, {LOAD: 600 if rank == 1 else 20, STEP: 600})
     assert call(served, "flame", "--ranks", "1", "--against", "cohort") == Exit.OK
@@ -112,7 +112,7 @@ def test_of_several_runs_one_must_be_named(tmp_path: Path, capsys: Output) -> No
         assert call(served, "stacks", "--run", "another") == Exit.OK
 
 
-def test_stacks_of_all_ranks_are_grouped_and_the_odd_one_comes_first(served: Daemon, capsys: Output) -> None:
+def test_stacks_are_grouped_with_the_odd_rank_first(served: Daemon, capsys: Output) -> None:
     def dump(rank: RankProcess) -> StallDump:
         return StallDump("other", LOAD) if rank.rank == 1 else StallDump("optimizer", STEP * 20)
 
@@ -132,7 +132,7 @@ def test_stacks_of_all_ranks_are_grouped_and_the_odd_one_comes_first(served: Dae
     assert len(found["groups"][1]["stack"]) == 40 and found["nodes"]["1"] == "node-a" and found["run"] == RUN
 
 
-def test_a_rank_without_a_stack_says_why_and_cannot_control_the_terminal(served: Daemon, capsys: Output) -> None:
+def test_a_missing_stack_is_explained_in_printable_text(served: Daemon, capsys: Output) -> None:
     assert call(served, "stacks", "--ranks", "0,2") == Exit.OK
     out = capsys.readouterr().out
     assert "rank 2 on node-a: no stack: rank 2: not" in out and "\x1b" not in out
@@ -142,7 +142,7 @@ def test_a_rank_without_a_stack_says_why_and_cannot_control_the_terminal(served:
     assert "rankscope top" in capsys.readouterr().err
 
 
-def test_a_name_with_a_line_break_is_not_a_line_of_its_own() -> None:
+def test_a_line_break_in_a_name_starts_no_line() -> None:
     hostile = RankStack(rank=1, node="a", frames=["f\nrank 9 in nothing (x.py:1)"])
     missing = RankStack(rank=2, node="a\nrank 9 on b", problem="gone\nrank 9 on c")
     shown = stacks_text(group_stacks({1: hostile.frames}), [hostile, missing])

@@ -78,7 +78,7 @@ def test_reports_are_listed_with_when_run_how_long_and_who(server: Server, capsy
     assert (one["id"], one["began_unix_nanos"]) == (REPORT.id, 965 * 10**9)
 
 
-def test_a_report_shows_the_odd_ranks_first_and_the_collectives_as_a_table(server: Server, capsys: Output) -> None:
+def test_a_report_shows_odd_ranks_first_and_a_collectives_table(server: Server, capsys: Output) -> None:
     server.store.keep(REPORT)
     assert server.call(REPORT.id) == Exit.OK
     lines = capsys.readouterr().out.splitlines()
@@ -113,9 +113,7 @@ class _Tags(HTMLParser):
         self.attributes |= {name for name, _ in attrs}
 
 
-def test_names_that_are_markup_or_orders_to_a_terminal_are_shown_as_text(
-    server: Server, capsys: Output, tmp_path: Path
-) -> None:
+def test_markup_and_control_codes_in_names_are_shown_as_text(server: Server, capsys: Output, tmp_path: Path) -> None:
     evil = "\x1b[2J</td><script src=x onload=alert(1)>\u202e"
     hostile = HangReport(
         id=REPORT.id,

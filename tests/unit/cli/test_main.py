@@ -30,7 +30,7 @@ def test_help_lists_every_command_and_imports_none_of_them() -> None:
     assert out.splitlines()[-1] == "set()"
 
 
-def test_a_missing_extra_is_named_with_the_way_to_get_it(
+def test_a_missing_extra_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(name: str) -> object:
@@ -64,7 +64,7 @@ def test_print_config_shows_values_and_where_they_came_from() -> None:
     assert lines["budget_ratio"].endswith("# default")
 
 
-def test_what_is_on_by_default_can_be_switched_off_by_a_flag() -> None:
+def test_a_flag_switches_off_what_is_on_by_default() -> None:
     _, off, _ = run("daemon", "--print-config", "--captures", "false", "--gpu=no")
     _, on, _ = run("daemon", "--print-config", "--captures", "--gpu")
     assert [line.split()[2] for line in off.splitlines() if line.startswith(("captures ", "gpu "))] == ["false"] * 2

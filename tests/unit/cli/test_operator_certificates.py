@@ -20,7 +20,7 @@ def settings(*flags: str, alert_host: str | None = None) -> OperatorSettings:
     return with_certificates(base, parser.parse_args(flags))
 
 
-def test_certificates_are_in_files_or_kept_by_us_and_not_both() -> None:
+def test_certificates_come_from_files_or_the_operator_not_both() -> None:
     files = ("--tls-certificate", "a", "--tls-key", "b", "--tls-authority", "c")
     assert settings(*files).daemon_tls == (Path("a"), Path("b"), Path("c"))
     kept = settings("--fleet-certificates", "--api-name", "rankscope.example.com").fleet_certificates
@@ -43,7 +43,7 @@ def test_metrics_are_not_guarded_by_tokens_that_others_could_read() -> None:
     assert settings("--metrics-auth", "--fleet-certificates").metrics_auth
 
 
-def test_alerts_are_not_taken_in_plain_text_where_others_can_listen() -> None:
+def test_plain_text_alerts_are_refused_where_others_can_listen() -> None:
     with pytest.raises(ValueError, match=r"--alerts-listen 0\.0\.0\.0: others can reach .* there is no TLS"):
         settings(alert_host="0.0.0.0")
     assert settings(alert_host="127.0.0.1").alert_host
@@ -52,7 +52,7 @@ def test_alerts_are_not_taken_in_plain_text_where_others_can_listen() -> None:
     assert settings(*files, alert_host="0.0.0.0").serving_files == (Path("a"), Path("b"))
 
 
-def test_the_console_takes_the_tokens_of_the_api_and_a_proxy_by_name_and_authority(tmp_path: Path) -> None:
+def test_console_needs_the_api_and_proxy_names_need_an_authority(tmp_path: Path) -> None:
     def console(*flags: str) -> ConsoleSettings | None:
         parser = argparse.ArgumentParser()
         operator.add_arguments(parser)

@@ -46,7 +46,7 @@ def test_durations_are_read_as_prometheus_writes_them() -> None:
     assert [milliseconds(text) for text in ("500ms", "5m", "1h30m", "1d")] == [500, 300_000, 5_400_000, 86_400_000]
 
 
-def test_the_rules_that_ship_lose_nothing_but_patience_in_a_hurry() -> None:
+def test_hurrying_the_shipped_rules_changes_only_durations() -> None:
     for path in find_rules().files:
         text = path.read_text()
         hurried = hurry(text, 10, least_seconds=1)
@@ -62,7 +62,7 @@ def test_prometheus_scrapes_under_a_name_that_the_rules_look_for() -> None:
     assert config["global"]["evaluation_interval"] == "1000ms"
 
 
-def test_alertmanager_keeps_the_examples_grouping_and_inhibition_and_gets_receivers_that_are_there() -> None:
+def test_alertmanager_keeps_example_grouping_and_inhibition_with_real_receivers() -> None:
     example = find_rules().alertmanager_example.read_text()
     config = alertmanager_config(Pace(1.0, 10), example, "http://127.0.0.1:1/a", Path("/token"), "http://127.0.0.1:2/")
     assert config["route"]["group_by"] == ["cluster", "run_namespace", "run"]
@@ -107,7 +107,7 @@ def test_without_the_flags_there_is_no_receiver() -> None:
     assert Alerting(parsed(), config()).settings is None
 
 
-def test_a_receiver_of_ones_own_needs_a_token_that_is_kept(tmp_path: Path) -> None:
+def test_the_alert_receiver_needs_a_private_token(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs --alerts-token FILE"):
         Alerting(parsed("--alerts-listen", "127.0.0.1:0"), config())
     token = tmp_path / "token"

@@ -13,7 +13,7 @@ from rankscope.cli.main import main
 from rankscope.cli.standalone import Standalone
 
 
-def test_a_failure_after_the_command_keeps_its_status_and_is_reported(
+def test_a_later_failure_is_reported_and_keeps_the_commands_status(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def stop(standalone: Standalone) -> None:

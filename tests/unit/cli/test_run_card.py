@@ -52,7 +52,7 @@ def test_the_costliest_finding_of_the_whole_run_is_the_verdict() -> None:
     assert job.own_seconds.value == pytest.approx(0.07)
 
 
-def test_the_same_evaluation_counts_once_and_a_window_without_steps_is_no_step() -> None:
+def test_repeated_evaluations_count_once_and_stepless_windows_add_no_step() -> None:
     job = JobSummary("job")
     assert job.add(state(HEALTHY, 1.0))
     assert not job.add(state(HEALTHY, 1.0))

@@ -141,7 +141,7 @@ def test_ranks_are_sorted_filtered_and_cut_with_the_culprits_kept() -> None:
     assert "… and 2 more ranks (--rows N shows more)" in "\n".join(drawn(jobs, top.View(rows=2), 200))
 
 
-def test_a_live_screen_fits_the_terminal_and_shows_the_ranks_of_the_chosen_run() -> None:
+def test_the_live_screen_fits_and_shows_the_chosen_runs_ranks() -> None:
     jobs = [status(f"run-{number}", [window(rank, step_ms=9) for rank in range(40)], [39]) for number in range(30)]
     view = top.View()
     for key, chosen in (("", 0), ("j", 1), ("\x1b[B", 2), ("k", 1), ("\x1b[A", 0), ("k", 0)):
@@ -186,7 +186,7 @@ def test_a_slow_rank_shows_what_proves_its_cause() -> None:
     assert line.startswith("✗ rank 1 is slow because its GPU is slow (rank 1 spends 41 %")
 
 
-def test_json_says_of_runs_and_ranks_what_the_consoles_api_says(server: Server, address: str, capsys: Output) -> None:
+def test_json_agrees_with_the_console_api_on_runs_and_ranks(server: Server, address: str, capsys: Output) -> None:
     played = Played()
     played.tick(ranks=2, window=window(0, step_ms=100))
     compared = {1: (0.07, 0.03)}  # known from the comparison of ranks only
@@ -205,7 +205,7 @@ def test_json_says_of_runs_and_ranks_what_the_consoles_api_says(server: Server, 
     assert told[1]["self_seconds"] == 0.07
 
 
-def test_json_is_one_object_with_null_for_what_was_not_measured(server: Server, address: str, capsys: Output) -> None:
+def test_json_is_one_object_with_null_for_unmeasured_values(server: Server, address: str, capsys: Output) -> None:
     server.jobs = [status("llama", [window(0, step_ms=80), window(1)], [0]), status("bert", [])]
     assert main(["top", "--once", "--ranks", "all", "--connect", address]) == 0
     assert len(ranks_of(capsys.readouterr().out.splitlines())) == 2

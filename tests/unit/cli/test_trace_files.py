@@ -94,7 +94,7 @@ def test_a_rank_is_found_in_a_file_name(name: str, rank: int | None) -> None:
     assert rank_in_name(Path(name)) == rank
 
 
-def test_files_that_say_the_same_rank_are_told_apart_by_their_names_or_refused(tmp_path: Path) -> None:
+def test_files_of_equal_rank_are_distinguished_by_name_or_refused(tmp_path: Path) -> None:
     for name in ("rank0.json", "rank1.json"):
         write_trace(tmp_path / "alone" / name, 0)
     assert ranks(load_traces([tmp_path / "alone"])) == [0, 1]

@@ -23,7 +23,7 @@ def test_the_console_is_not_served_where_others_can_reach_it(address: str, advic
     assert "--console-listen" in error and advice in error
 
 
-def test_the_usual_port_of_the_console_is_a_wish_and_a_given_one_is_not() -> None:
+def test_only_the_default_console_port_may_be_replaced() -> None:
     assert up._console_listen(None) == ConsoleListen("127.0.0.1", 9469, or_any_port=True)
     assert up._console_listen("[::1]:7") == ConsoleListen("::1", 7, or_any_port=False)
     assert up._console_listen("none") is None

@@ -35,7 +35,7 @@ def test_a_record_tells_who_what_why_and_how_it_ended() -> None:
     }
 
 
-def test_nobody_can_end_the_line_or_hide_a_part_of_it() -> None:
+def test_no_field_can_end_the_line_or_hide_text() -> None:
     evil = 'x"}\n{"event": "ended"}\r\u2028\u202e\x1b[2J\x00\ud800'
     fields = ("user", "address", "node", "namespace", "run", "job", "capture", "id", "ranks", "reason", "message")
     record = AuditRecord("asked", "local", groups=(evil,), result=evil, **dict.fromkeys(fields, evil))

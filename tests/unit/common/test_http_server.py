@@ -89,7 +89,7 @@ def ended(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("opening", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nA: b\r\n"])
-def test_any_number_of_callers_that_do_not_finish_keep_nobody_out(start: Start, opening: bytes) -> None:
+def test_any_number_of_unfinished_requests_blocks_nobody(start: Start, opening: bytes) -> None:
     server = start()
     slow = [connect(server) for _ in range(5 * AT_ONCE)]
     for one in slow:
@@ -117,9 +117,7 @@ def test_byte_after_byte_gets_no_longer_than_all_at_once(start: Start) -> None:
     assert len(ask(server)) == 1000
 
 
-def test_a_body_that_trickles_is_cut_off_and_what_is_done_about_a_read_one_is_not(
-    start: Start, later: list[float]
-) -> None:
+def test_slow_bodies_are_cut_off_but_slow_handlers_are_not(start: Start, later: list[float]) -> None:
     server = start(request_seconds=1.0)
     with connect(server) as slow:
         slow.sendall(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nab")
@@ -155,7 +153,7 @@ def test_a_body_that_trickles_is_cut_off_and_what_is_done_about_a_read_one_is_no
         b"GET / HTTP/1.1\r\n" + b"A: bc\r\n" * HEAD_BYTES + b"\r\n",
     ],
 )
-def test_a_head_that_is_too_large_is_refused_in_words_that_repeat_nothing(start: Start, head: bytes) -> None:
+def test_an_oversized_head_is_refused_without_repeating_it(start: Start, head: bytes) -> None:
     server = start()
     with connect(server) as loud:
         with contextlib.suppress(OSError):
@@ -190,7 +188,7 @@ def certificate_of(server: HttpServer, context: ssl.SSLContext) -> bytes | None:
         return wrapped.getpeercert(binary_form=True)
 
 
-def test_new_certificates_serve_new_connections_and_half_a_change_is_none(
+def test_new_certificates_serve_new_connections_only_when_complete(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority = Authority(tmp_path)
@@ -206,7 +204,7 @@ def test_new_certificates_serve_new_connections_and_half_a_change_is_none(
     assert certificate_of(server, tls_context(authority)) != before
 
 
-def test_plain_text_silence_and_strangers_certificates_get_nothing_and_hold_nobody_up(
+def test_plaintext_silent_and_untrusted_clients_get_nothing_and_block_nobody(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -402,9 +400,7 @@ def test_threads_end_with_their_callers(start: Start, later: list[float]) -> Non
         one.close()
 
 
-def test_a_thread_that_ends_is_waited_for_by_looks_and_not_by_the_clock(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ending_thread_is_awaited_by_attempts_not_the_clock(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start()
     for free_at, is_allowed in ((http_server.THREAD_LOOKS, True), (http_server.THREAD_LOOKS + 1, False)):
         waits: list[float] = []
@@ -424,7 +420,7 @@ def test_a_name_that_begins_like_loopback_is_anybodys() -> None:
     assert not any(map(is_loopback, reachable))
 
 
-def test_a_restarted_server_gets_its_port_although_connections_ended_a_moment_ago() -> None:
+def test_a_restarted_server_gets_its_port_despite_lingering_connections() -> None:
     port = free_port()
     for _ in range(20):
         server = HttpServer("127.0.0.1", port, ROUTES)

@@ -33,7 +33,7 @@ def ask(page: MetricsPage, query: str = "", **headers: str) -> Response:
     return page.response(Request("/metrics", query, message, "127.0.0.1", b""))
 
 
-def test_a_page_is_rendered_once_for_all_callers_until_it_changes() -> None:
+def test_a_page_is_rendered_once_until_it_changes() -> None:
     source, version = Counted(), [object()]
     page = MetricsPage([source], lambda: version[0])
     plain = ask(page).body
@@ -70,7 +70,7 @@ def test_formats_that_a_caller_invents_are_not_all_kept() -> None:
     assert types[-1].startswith("text/plain")
 
 
-def test_requests_beyond_the_share_of_a_core_wait_and_are_answered(measured: Measured) -> None:
+def test_requests_beyond_the_core_share_wait_and_are_answered(measured: Measured) -> None:
     def work(request: Request) -> Response:
         until = time.thread_time() + 0.02
         while time.thread_time() < until:

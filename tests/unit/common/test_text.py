@@ -15,7 +15,7 @@ def test_any_text_becomes_a_bounded_printable_line(text: str, characters: int) -
     assert printable(text).isprintable() and len(printable(text)) == len(text)
 
 
-def test_white_space_becomes_a_space_and_what_a_terminal_obeys_is_replaced() -> None:
+def test_white_space_becomes_a_space_and_control_characters_are_replaced() -> None:
     assert printable("a\tb\nc") == "a b c"
     assert printable("\x1b[31mred\x00") == "�[31mred�"
     assert printable("right\u202eleft\ud800") == "right�left�"

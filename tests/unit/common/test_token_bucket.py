@@ -10,7 +10,7 @@ from rankscope.common import token_bucket
 from rankscope.common.token_bucket import KeyedTokenBuckets, TokenBucket
 
 
-def test_a_burst_is_taken_at_once_and_then_tokens_come_at_the_rate() -> None:
+def test_after_a_burst_tokens_come_at_the_rate() -> None:
     bucket = TokenBucket(burst=3, per_second=2.0)
     assert [bucket.take(100.0) for _ in range(4)] == [True, True, True, False]
     assert not bucket.take(100.4)

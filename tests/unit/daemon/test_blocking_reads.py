@@ -46,7 +46,7 @@ def test_what_a_read_returns_or_raises_comes_back(reads: BlockingReads) -> None:
     assert reads.blocked == 0
 
 
-def test_a_process_that_blocks_is_left_behind_and_the_others_are_read(reads: BlockingReads) -> None:
+def test_a_blocked_process_does_not_stop_reads_of_others(reads: BlockingReads) -> None:
     node = Node()
     try:
         assert reads.each(["a/1", "a/blocked", "b/2"], str, node.read) == ["a/blocked"]
@@ -63,7 +63,7 @@ def test_a_process_that_blocks_is_left_behind_and_the_others_are_read(reads: Blo
     assert reads.each(["a/blocked"], str, node.read) == []
 
 
-def test_an_owner_of_many_processes_that_block_loses_only_its_own(
+def test_an_owner_of_many_blocked_processes_loses_only_its_own(
     reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.03)
@@ -104,9 +104,7 @@ def test_a_reader_that_begins_late_has_all_of_the_patience(
     assert len(waits) == 4
 
 
-def test_a_reader_that_only_waits_for_a_cpu_is_not_left_behind(
-    reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_waiting_for_a_cpu_is_not_left_behind(reads: BlockingReads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.01)
     ready, looks = [7] * 5, threading.Event()
@@ -130,7 +128,7 @@ def test_a_reader_that_only_waits_for_a_cpu_is_not_left_behind(
     [(0, blocking_reads.LOOKS_AT_A_READY_THREAD), (blocking_reads.RUNNING_TICKS, 2)],
     ids=["waits for a CPU without end", "computes"],
 )
-def test_a_reader_that_does_not_end_is_left_behind_sooner_if_it_computes(
+def test_an_endless_reader_is_left_behind_sooner_if_it_computes(
     ticks_per_look: int, looks: int, reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.01)
@@ -151,7 +149,7 @@ def test_a_reader_that_does_not_end_is_left_behind_sooner_if_it_computes(
         released.set()
 
 
-def test_a_thread_that_sleeps_is_not_ready_and_one_that_looks_at_itself_is() -> None:
+def test_a_sleeping_thread_is_not_ready_and_the_caller_is() -> None:
     released, began = threading.Event(), threading.Event()
     sleeper = threading.Thread(target=lambda: (began.set(), released.wait()))
     sleeper.start()

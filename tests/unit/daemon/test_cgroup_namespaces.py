@@ -34,9 +34,7 @@ def group(host: Path) -> OwnGroup:
         ("/../../../..", ""),
     ],
 )
-def test_a_path_from_our_own_group_on_is_found_in_the_hosts_tree(
-    group: OwnGroup, host: Path, told: str, meant: str
-) -> None:
+def test_a_path_relative_to_our_group_resolves_on_the_host(group: OwnGroup, host: Path, told: str, meant: str) -> None:
     assert group.folder(host, PurePosixPath(told)) == host / meant
 
 

@@ -7,7 +7,7 @@ from tests.unit.daemon import window_makers as make
 RANKS = [make.rank(0), make.rank(1)]
 
 
-def test_samples_and_problems_are_told_apart_and_the_time_is_taken() -> None:
+def test_samples_and_problems_are_separated_and_timed() -> None:
     clock = make.FakeClock()
 
     def answer(rank: object) -> object:
@@ -23,7 +23,7 @@ def test_samples_and_problems_are_told_apart_and_the_time_is_taken() -> None:
     assert collected.duration_seconds == 0.5
 
 
-def test_a_collector_that_raises_is_a_problem_of_every_rank_and_works_again_afterwards() -> None:
+def test_a_raising_collector_is_a_problem_of_every_rank() -> None:
     def fail(_: object) -> object:
         raise ValueError("a ring from the\nfuture")
 
@@ -37,7 +37,7 @@ def test_a_collector_that_raises_is_a_problem_of_every_rank_and_works_again_afte
     assert supervised.collect(RANKS, make.span()).status.success
 
 
-def test_a_poll_that_fails_is_charged_to_the_window_that_closes_next() -> None:
+def test_a_failed_poll_is_charged_to_the_next_window() -> None:
     def broken_poll(now_monotonic: float) -> None:
         raise OSError("no more processes")
 

@@ -41,7 +41,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
         ("window_seconds = [", "not TOML"),
     ],
 )
-def test_a_wrong_line_of_the_file_is_named_with_what_it_may_be(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_wrong_line_is_named_with_its_allowed_values(tmp_path: Path, text: str, complaint: str) -> None:
     file = tmp_path / "rankscope.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as raised:

@@ -41,7 +41,7 @@ def test_a_rank_carries_identity_namespaces_and_pod_but_no_secrets(proc: FakePro
     assert rank.environment == {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
 
 
-def test_a_data_loader_worker_is_not_a_rank_even_after_its_rank_died(proc: FakeProc) -> None:
+def test_an_orphaned_data_loader_worker_is_not_a_rank(proc: FakeProc) -> None:
     proc.add(50, torchrun(0))
     proc.add(51, torchrun(0), parent=50, command="pt_data_worker")
     discovery = RankDiscovery(proc.root)
@@ -51,7 +51,7 @@ def test_a_data_loader_worker_is_not_a_rank_even_after_its_rank_died(proc: FakeP
     assert pids(discovery.scan()) == []
 
 
-def test_torchrun_under_slurm_is_a_launcher_before_its_children_have_loaded_torch(proc: FakeProc) -> None:
+def test_torchrun_under_slurm_is_a_launcher_before_children_load_torch(proc: FakeProc) -> None:
     slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}
     proc.add(40, slurm)
     assert [rank.job for rank in scan(proc).ranks] == ["slurm-9"]
@@ -62,7 +62,7 @@ def test_torchrun_under_slurm_is_a_launcher_before_its_children_have_loaded_torc
     assert pids(scan(proc)) == [41, 42]
 
 
-def test_a_shell_between_launcher_and_rank_does_not_hide_their_kinship(proc: FakeProc) -> None:
+def test_a_shell_between_launcher_and_rank_is_skipped(proc: FakeProc) -> None:
     proc.add(40, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     proc.add(41, torchrun(0, 1), parent=40, has_torch=False, command="bash")
     proc.add(42, torchrun(0, 1), parent=41)
@@ -97,7 +97,7 @@ def test_an_exec_changes_who_a_process_is(proc: FakeProc) -> None:
     assert [rank.rank for rank in discovery.scan().ranks] == [3]
 
 
-def test_an_old_process_without_rank_variables_is_not_read_in_every_scan(proc: FakeProc) -> None:
+def test_an_old_process_without_rank_variables_is_read_rarely(proc: FakeProc) -> None:
     now = [0.0]
     discovery = RankDiscovery(proc.root, monotonic=lambda: now[0])
     folder = proc.add(50, {}, command="bash", has_torch=False)
@@ -120,7 +120,7 @@ def test_a_restarted_rank_is_another_incarnation(proc: FakeProc) -> None:
     assert before.key != after.key
 
 
-def test_of_two_processes_that_claim_one_rank_the_older_is_kept_and_the_rest_reports_on(proc: FakeProc) -> None:
+def test_of_two_processes_claiming_one_rank_the_older_is_kept(proc: FakeProc) -> None:
     proc.add(60, torchrun(0), started=200)
     proc.add(61, torchrun(0), started=100)
     proc.add(62, torchrun(1), started=300)
@@ -144,9 +144,7 @@ def test_of_two_processes_that_claim_one_rank_the_older_is_kept_and_the_rest_rep
         ({"RANK": "\x1b[31m1"}, "RANK='�[31m1'"),
     ],
 )
-def test_a_senseless_identity_is_a_problem_in_words_and_others_go_on(
-    proc: FakeProc, variables: dict[str, str], named: str
-) -> None:
+def test_an_invalid_identity_is_a_problem_of_one_process(proc: FakeProc, variables: dict[str, str], named: str) -> None:
     proc.add(50, {**torchrun(0), **variables})
     proc.add(51, torchrun(1))
     discovered = scan(proc)
@@ -156,7 +154,7 @@ def test_a_senseless_identity_is_a_problem_in_words_and_others_go_on(
     assert len(problem.text) < 200
 
 
-def test_a_process_that_ends_or_lies_under_the_scan_is_just_not_there(proc: FakeProc) -> None:
+def test_a_process_ending_during_the_scan_is_left_out(proc: FakeProc) -> None:
     (proc.add(50, torchrun(0)) / "environ").unlink()
     (proc.add(51, torchrun(1)) / "maps").unlink()
     (proc.add(52, torchrun(2)) / "status").unlink()
@@ -165,7 +163,7 @@ def test_a_process_that_ends_or_lies_under_the_scan_is_just_not_there(proc: Fake
     assert pids(scan(proc)) == [54]
 
 
-def test_jobs_named_by_nothing_but_loopback_are_told_apart_by_pod_and_node(proc: FakeProc) -> None:
+def test_loopback_jobs_are_distinguished_by_pod_and_node(proc: FakeProc) -> None:
     uid = "b" * 32
     proc.add(50, torchrun(0, MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="none"), cgroup=f"0::/kubepods/pod{uid}/c1\n")
     proc.add(51, torchrun(0, MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="none"))
@@ -190,7 +188,7 @@ def test_pods_that_share_an_address_are_one_job(proc: FakeProc) -> None:
     assert {rank.job for rank in scan(proc).ranks} == {"run7"}
 
 
-def test_a_second_job_of_the_same_name_is_a_job_of_its_own(proc: FakeProc) -> None:
+def test_a_second_job_with_the_same_name_stays_separate(proc: FakeProc) -> None:
     discovery = RankDiscovery(proc.root)
     proc.add(50, torchrun(1), cgroup=in_pod("a"), started=200)
     discovery.scan()
@@ -204,7 +202,7 @@ def test_a_second_job_of_the_same_name_is_a_job_of_its_own(proc: FakeProc) -> No
     assert {rank.job for rank in discovery.scan().ranks} == {expected[40]}, "a job that runs is not renamed"
 
 
-def test_loopback_with_a_run_id_is_one_job_in_a_network_namespace_and_two_in_two(proc: FakeProc) -> None:
+def test_loopback_jobs_with_a_run_id_split_by_network_namespace(proc: FakeProc) -> None:
     proc.add(1, network=7)
     for pid, rank, network in ((50, 0, 7), (51, 1, 7), (52, 2, 8)):
         proc.add(pid, torchrun(rank, MASTER_ADDR="127.0.0.1"), network=network)
@@ -213,7 +211,7 @@ def test_loopback_with_a_run_id_is_one_job_in_a_network_namespace_and_two_in_two
     assert jobs[52] == "run7@uid0-net8"
 
 
-def test_launches_beside_each_other_in_one_slurm_job_are_jobs_of_their_own_and_a_restart_has_the_name(
+def test_parallel_launches_in_one_slurm_job_are_separate_jobs(
     proc: FakeProc,
 ) -> None:
     slurm = {"SLURM_JOB_ID": "9", "SLURM_JOB_NAME": "llama"}
@@ -250,7 +248,7 @@ def by_uid(proc: FakeProc, discovered: Discovered) -> dict[int, int]:
     return Counter(int(status.partition("Uid:\t")[2].split()[0]) for status in text)
 
 
-def test_an_owner_with_more_ranks_than_there_is_room_for_leaves_the_others_theirs(proc: FakeProc) -> None:
+def test_an_owner_with_too_many_ranks_leaves_others_theirs(proc: FakeProc) -> None:
     discovery = RankDiscovery(proc.root, max_ranks=12)
     for rank in range(20):
         proc.add(100 + rank, job_of(2000, rank), uid=2000)
@@ -270,7 +268,7 @@ def test_an_owner_with_more_ranks_than_there_is_room_for_leaves_the_others_their
     assert by_uid(proc, discovery.scan()) == {1000: 4, 2000: 8}
 
 
-def test_any_number_of_users_with_a_rank_each_take_no_rank_that_is_watched(proc: FakeProc) -> None:
+def test_many_users_with_single_ranks_displace_no_watched_rank(proc: FakeProc) -> None:
     discovery = RankDiscovery(proc.root, max_ranks=12)
     for rank in range(8):
         proc.add(100 + rank, job_of(1000, rank), uid=1000)
@@ -298,7 +296,7 @@ def test_large_environments_take_turns_and_keep_nobody_else_waiting(proc: FakePr
     assert found[-1] == large + 1
 
 
-def test_a_flood_of_processes_takes_turns_and_ranks_are_still_looked_at(proc: FakeProc) -> None:
+def test_ranks_are_still_read_during_a_flood_of_processes(proc: FakeProc) -> None:
     discovery = RankDiscovery(proc.root)
     proc.add(50, torchrun(0))
     assert pids(discovery.scan()) == [50]

@@ -40,7 +40,7 @@ def test_a_machine_without_the_daemons_packages_is_examined_and_told() -> None:
     assert {"packages problem", "py-spy ok", "memfd ok"} <= set(done.stdout.splitlines())
 
 
-def test_a_folder_that_cannot_hold_profiles_is_a_problem_and_damage_is_a_warning(tmp_path: Path) -> None:
+def test_an_unusable_profile_folder_is_a_problem_and_damage_warns(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (refused,) = checks.profiles_can_be_kept(make.config(profile_dir=str(tmp_path / "file" / "profiles")))
     assert refused.level is Level.PROBLEM and "--profile-dir" in refused.next_step
@@ -57,7 +57,7 @@ def test_py_spy_really_reads_the_stack_of_a_child() -> None:
     assert "read the stack" in finding.text
 
 
-def test_a_py_spy_that_is_missing_or_broken_is_a_problem_with_a_next_step(tmp_path: Path) -> None:
+def test_a_missing_or_broken_py_spy_is_a_problem(tmp_path: Path) -> None:
     (missing,) = checks.py_spy_samples(make.config(py_spy=str(tmp_path / "nowhere")))
     assert missing.level is Level.PROBLEM
     assert "pip install py-spy" in missing.next_step
@@ -102,7 +102,7 @@ def test_cgroups_of_both_versions_are_known(tmp_path: Path) -> None:
     assert second.text.startswith("v2")
 
 
-def test_a_rank_is_told_what_it_would_take_to_see_more_of_it() -> None:
+def test_a_ranks_finding_names_what_is_missing() -> None:
     bare = rank_finding(make.rank(2), ring=False)
     assert bare.level is Level.WARNING
     assert "RANKSCOPE_PROBE=1" in bare.next_step
@@ -151,7 +151,7 @@ def test_a_rank_is_told_what_its_waiting_is_known_from(flags: int, kinds: tuple[
         writer.ring.abandon()
 
 
-def test_a_rank_whose_waiting_is_not_measured_is_a_warning_with_the_next_step() -> None:
+def test_a_rank_with_unmeasured_waiting_is_a_warning() -> None:
     writer = Writer()
     try:
         assert wait_measured(Path("/proc"), os.getpid()) == WaitMeasured("no step yet")
@@ -170,7 +170,7 @@ def test_a_rank_whose_waiting_is_not_measured_is_a_warning_with_the_next_step() 
     assert wait_measured(Path("/proc"), os.getpid()) is None
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
+def test_a_check_that_raises_does_not_stop_the_others() -> None:
     def broken(_: object) -> list[Finding]:
         raise ZeroDivisionError("oops")
 
@@ -180,7 +180,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     assert len(CHECKS) >= 12
 
 
-def test_a_check_that_does_not_end_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_never_ends_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     never, now = threading.Event(), [0.0]
     monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: now[0]))
 

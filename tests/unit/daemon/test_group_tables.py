@@ -48,9 +48,7 @@ def looked_at(collector: StepsCollector) -> StepSample:
 
 
 @pytest.mark.parametrize("count", [ring_layout.GROUPS_AT_MOST + 1, 1000, 2**32 - 1])
-def test_a_table_that_claims_more_rows_than_there_is_room_for_is_not_read(
-    count: int, writer: Writer, collector: StepsCollector
-) -> None:
+def test_a_table_that_claims_too_many_rows_is_not_read(count: int, writer: Writer, collector: StepsCollector) -> None:
     size = count * ring_layout.GROUP.size
     body = bytes(writer.write[BODY : BODY + min(size, ring_layout.HEADER_BYTES - BODY)])
     ring_layout.GROUPS_HEAD.pack_into(writer.write, ring_layout.GROUPS_OFFSET, count, zlib.crc32(body))
@@ -67,9 +65,7 @@ def test_a_full_table_is_read(writer: Writer, collector: StepsCollector) -> None
     assert [span.number for span in looked_at(collector).groups] == [row[0] for row in rows]
 
 
-def test_a_table_with_a_wrong_checksum_changes_nothing_and_the_next_one_counts_from_the_last_good_one(
-    writer: Writer, collector: StepsCollector
-) -> None:
+def test_a_table_with_a_wrong_checksum_is_skipped(writer: Writer, collector: StepsCollector) -> None:
     writer.ring.write_groups([(*GOOD, 12, 0.26, 0.6)])
     writer.write[BODY + ring_layout.GROUP.size - 1] ^= 1
     assert looked_at(collector).groups == ()
@@ -111,7 +107,7 @@ def test_a_write_under_way_is_not_half_believed(writer: Writer, collector: Steps
         pytest.param((7, 4, 2, 99, 12, 0.3, 0.6), id="kind 99"),
     ],
 )
-def test_a_row_that_cannot_be_true_is_left_out_and_the_others_stay(
+def test_an_impossible_row_is_left_out_and_others_stay(
     row: Sequence[float], writer: Writer, collector: StepsCollector
 ) -> None:
     writer.ring.write_groups([row, (9, 2, 0, ring_layout.GROUP_DDP, 2, 0.02, 0.2)])
@@ -128,9 +124,7 @@ def test_counters_that_went_back_count_from_there_on(writer: Writer, collector: 
     assert (span.samples, span.seconds) == pytest.approx((2, 0.02))
 
 
-def test_spans_of_the_few_collectives_that_are_seen_do_not_stand_for_all(
-    writer: Writer, collector: StepsCollector
-) -> None:
+def test_spans_of_few_seen_collectives_do_not_represent_all(writer: Writer, collector: StepsCollector) -> None:
     """A compiled model, and a loss that is reduced from Python: most of the wait is not in these spans. Durations of
     the flight recorder hold all of it."""
     for number in (1, 2):
@@ -175,11 +169,11 @@ def test_groups_are_rows_of_seven_numbers_in_a_window() -> None:
         ((ring_layout.GROUP_RECORDER,), "flight recorder"),
     ],
 )
-def test_on_a_device_the_source_of_waiting_is_that_of_the_groups(kinds: Sequence[int], source: str) -> None:
+def test_on_a_device_the_groups_give_the_wait_source(kinds: Sequence[int], source: str) -> None:
     assert window_of(with_groups(make.steps(0.1, host=[0.01]), *kinds)).wait_source == source
 
 
-def test_on_a_cpu_it_is_what_the_wait_was_measured_by() -> None:
+def test_on_a_cpu_the_measurement_gives_the_wait_source() -> None:
     blocking = make.steps(0.1, wait=[0.02])
     assert window_of(blocking).wait_source == "blocking calls"
     by_ddp = make.steps(0.1, wait=[0.02], forward=[0.03])
@@ -188,7 +182,7 @@ def test_on_a_cpu_it_is_what_the_wait_was_measured_by() -> None:
     assert window_of(with_groups(make.steps(0.1), ring_layout.GROUP_EXPOSED)).wait_source == ""
 
 
-def test_a_rank_whose_collectives_pass_by_the_probe_says_what_to_do_about_it() -> None:
+def test_a_rank_with_unseen_collectives_has_a_next_step() -> None:
     blind = replace(make.steps(0.1, host=[0.01]), is_blind=True)
     (problem,) = window_of(blind).problems
     assert problem == BLIND

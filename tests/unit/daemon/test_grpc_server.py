@@ -71,9 +71,7 @@ def test_a_watcher_begins_with_the_latest_windows_and_sees_departures(served: Da
     stream.cancel()
 
 
-def test_a_watcher_may_ask_for_some_pods_only_and_still_hears_a_quiet_node(
-    served: Daemon, channel: grpc.Channel
-) -> None:
+def test_a_watcher_may_ask_for_some_pods_only(served: Daemon, channel: grpc.Channel) -> None:
     served._collectors.discovery.ranks = (replace(make.rank(0), pod="p1"), replace(make.rank(1), pod="p2"))
     served.tick(make.span(0))
     stub = rank_service_pb2_grpc.RankServiceStub(channel)
@@ -85,7 +83,7 @@ def test_a_watcher_may_ask_for_some_pods_only_and_still_hears_a_quiet_node(
     none.cancel()
 
 
-def test_too_many_watchers_are_turned_away_while_short_calls_still_work(served: Daemon, channel: grpc.Channel) -> None:
+def test_too_many_watchers_are_refused_but_short_calls_answered(served: Daemon, channel: grpc.Channel) -> None:
     stub = rank_service_pb2_grpc.RankServiceStub(channel)
     served.tick(make.span(0))
     streams = [stub.WatchRanks(rank_service_pb2.WatchRanksRequest()) for _ in range(READERS)]
@@ -152,7 +150,7 @@ def test_a_taken_grpc_port_is_named(tmp_path: Path) -> None:
             Daemon(config, collectors=make.collectors(), clock=make.FakeClock()).start()
 
 
-def test_a_living_daemons_socket_is_left_alone_and_a_dead_ones_is_replaced(tmp_path: Path) -> None:
+def test_only_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "daemon.sock"
     first = SocketLock(path)
     assert (path.parent.stat().st_mode & 0o777) == 0o700
@@ -179,7 +177,7 @@ def test_our_own_folder_is_closed_to_others_or_refused(tmp_path: Path, monkeypat
         SocketLock(path)
 
 
-def test_a_file_or_an_overlong_path_is_not_taken_for_a_socket(tmp_path: Path) -> None:
+def test_a_plain_file_or_overlong_path_is_refused(tmp_path: Path) -> None:
     precious = tmp_path / "precious.txt"
     precious.write_text("keep me")
     with pytest.raises(ListenError, match="is not a socket"):
@@ -205,7 +203,7 @@ def test_a_slow_reader_loses_the_oldest_windows_but_no_departure() -> None:
     assert reader.take() is None
 
 
-def test_a_program_that_embeds_the_daemon_can_offer_more_on_its_server(tmp_path: Path) -> None:
+def test_an_embedding_program_can_add_services_to_the_server(tmp_path: Path) -> None:
     jobs = Service(
         "rankscope.v1.JobService",
         lambda server: job_service_pb2_grpc.add_JobServiceServicer_to_server(
@@ -223,7 +221,7 @@ def test_a_program_that_embeds_the_daemon_can_offer_more_on_its_server(tmp_path:
         daemon.stop()
 
 
-def test_a_source_that_cannot_be_closed_does_not_keep_the_sockets_open(tmp_path: Path) -> None:
+def test_a_source_failing_to_close_leaves_no_open_sockets(tmp_path: Path) -> None:
     def fail() -> None:
         raise ChildProcessError("no child processes")
 

@@ -33,7 +33,7 @@ def test_borders_are_multiples_of_the_length_whenever_the_daemon_starts() -> Non
     assert second == Span(first.end_unix_nanos, first.end_unix_nanos + 2 * make.SECOND)
 
 
-def test_a_late_tick_makes_one_long_window_and_never_a_bunch_of_short_ones() -> None:
+def test_a_late_tick_makes_one_long_window() -> None:
     clock = make.FakeClock()
     first, late, next_one = spans(clock, 7.0, 0.1, 0.1)
     assert first.seconds == 2.0
@@ -89,7 +89,7 @@ def test_failing_discovery_keeps_the_ranks_known_so_far() -> None:
     assert not watched.snapshot().daemon.collectors["discovery"].success
 
 
-def test_samples_nobody_can_use_do_not_cost_the_other_ranks_their_window() -> None:
+def test_unusable_samples_do_not_cost_other_ranks_their_window() -> None:
     watched = daemon(None, make.rank(0), make.rank(1), process=lambda r: "nonsense" if r.rank == 0 else make.process())
     tick = watched.tick(make.span())
     assert "daemon: rank 0 (pid 4000): AttributeError" in tick.windows[make.rank(0).key].problems[0]
@@ -124,7 +124,7 @@ def test_a_stalled_rank_shows_its_stack_one_window_later() -> None:
     assert list(window.stall.stack) == ["recv (train.py:4)"]
 
 
-def test_a_problem_of_a_rank_is_logged_once_a_minute_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_ranks_problem_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = make.FakeClock()
     counted = itertools.count()
     watched = daemon(

@@ -19,7 +19,7 @@ def series(section: Section[Values], *subjects: tuple[str, Values], full: bool =
     return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
-def test_what_is_unknown_not_finite_or_outside_a_closed_set_has_no_series() -> None:
+def test_unknown_non_finite_and_unlisted_values_have_no_series() -> None:
     row: Gauge[Values] = Gauge("a_ratio", "Help.", lambda values: values, {"kind": ("x", "y", "z")})
     assert series(Section(("who",), (row,)), ("s", {"x": None, "y": math.nan, "z": 2, "forged": 3})) == {
         ("a_ratio", "s", "z"): 2.0
@@ -31,7 +31,7 @@ def test_a_counter_does_not_go_below_zero() -> None:
     assert series(Section(("who",), (row,)), ("s", {"x": -1.0, "y": 1.0})) == {("a_seconds_total", "s", "y"): 1.0}
 
 
-def test_labels_are_bounded_and_of_those_that_become_the_same_the_first_wins() -> None:
+def test_labels_are_bounded_and_the_first_duplicate_wins() -> None:
     row: Gauge[Values] = Gauge("a_ratio", "Help.", lambda values: values, {"kind": ANY})
     long = "x" * LABEL_CHARACTERS
     found = series(Section(("who",), (row,)), ("s\n", {long + "1": 1, long + "2": 2}), ("s ", {"x": 3}))

@@ -37,7 +37,7 @@ def test_metrics_are_as_in_the_golden_file() -> None:
     assert text == GOLDEN.read_text()
 
 
-def test_a_rank_and_its_gpu_cost_at_most_sixty_series_by_default() -> None:
+def test_a_rank_and_its_gpu_have_at_most_sixty_series() -> None:
     """With three problems and an XID error; the rest of the budget is for more of these."""
     problems = tuple(Problem(f"source{index}", "kind", "text") for index in range(50))
     everything = full_rank(without=("optimizer",))  # which only the host's clock can tell
@@ -62,7 +62,7 @@ def test_the_default_keeps_what_alerts_need() -> None:
     }
 
 
-def test_phases_of_stacks_are_told_by_default_where_nothing_else_splits_the_step() -> None:
+def test_stack_phases_are_exported_when_nothing_else_splits_steps() -> None:
     status = replace(STATUS, metrics_detail="standard")
     level_zero = report(make.rank(1), RankSamples(None, make.process(), make.stacks()))
     told = [

@@ -38,14 +38,14 @@ class Played:
         return {key[1]: hertz for key, hertz in self.board.stack_rates(ranks, budget_hertz).items()}
 
 
-def test_a_policy_holds_for_the_ranks_of_its_pods_and_for_no_others() -> None:
+def test_a_policy_applies_only_to_ranks_of_its_pods() -> None:
     played = Played()
     assert played.apply(stack_rate_hertz=2.0) == []
     assert played.rates() == {0: 2.0}
     assert played.board.duty_cycle_of_policy([rank(0)]) is None
 
 
-def test_a_daemon_whose_operator_has_gone_silent_goes_back_to_its_own_settings() -> None:
+def test_a_policy_expires_when_the_operator_is_silent() -> None:
     played = Played()
     played.apply(stack_rate_hertz=2.0, duty_cycle_steps=3, duty_cycle_seconds=600)
     played.now = 59.0
@@ -57,7 +57,7 @@ def test_a_daemon_whose_operator_has_gone_silent_goes_back_to_its_own_settings()
     assert played.board.held() == []
 
 
-def test_a_renewal_keeps_it_and_an_entry_without_pods_withdraws_it() -> None:
+def test_renewal_keeps_a_policy_and_an_empty_entry_withdraws_it() -> None:
     played = Played()
     played.apply(stack_rate_hertz=2.0)
     played.now = 50.0
@@ -113,9 +113,7 @@ def test_runs_beyond_the_limit_are_refused_by_name() -> None:
     assert notes[0].startswith("team/r1024: ")
 
 
-def test_a_rank_with_a_rate_of_its_own_is_recorded_less_often_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ranks_own_lower_rate_means_fewer_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: Counter[int] = Counter()
 
     def start(self: RankRecorder, plan: Plan, now_seconds: float, due_seconds: float) -> None:
@@ -137,7 +135,7 @@ def test_a_rank_with_a_rate_of_its_own_is_recorded_less_often_or_not_at_all(
         collector.close()
 
 
-def test_a_policys_duty_cycle_runs_where_the_daemon_has_none_and_ends_with_it() -> None:
+def test_a_policys_duty_cycle_runs_until_the_policy_ends() -> None:
     captures = ScriptedCaptures()
     policies: list[PolicyDutyCycle] = []
     own = DutySettings(0, 600.0, 0.5)
@@ -167,7 +165,7 @@ def test_a_policys_duty_cycle_runs_where_the_daemon_has_none_and_ends_with_it() 
     assert run(1000) == 0
 
 
-def test_a_daemon_samples_each_rank_as_its_policy_says_and_as_its_budget_allows() -> None:
+def test_ranks_are_sampled_by_policy_within_the_budget() -> None:
     clock = make.FakeClock()
     found = [rank(0), rank(1, "other")]
     collectors = make.collectors(*found)

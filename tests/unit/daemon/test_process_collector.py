@@ -79,7 +79,7 @@ def test_the_share_of_looks_that_found_it_stopped_becomes_seconds(proc: FakeProc
     assert sample(source).stopped_seconds == pytest.approx(1.5)
 
 
-def test_a_pid_that_belongs_to_another_process_by_now_gives_nothing(proc: FakeProc, cgroups: Path) -> None:
+def test_a_reused_pid_gives_no_sample(proc: FakeProc, cgroups: Path) -> None:
     source = collector(proc, cgroups)
     proc.add(50, started=999)
     assert source.collect([RANK], SPAN) == {}
@@ -114,9 +114,7 @@ def test_a_cgroup_path_that_climbs_is_not_followed(proc: FakeProc, cgroups: Path
     assert sample(source).throttled_seconds is None
 
 
-def test_in_a_container_without_its_own_cgroup_namespace_the_hosts_path_is_understood(
-    proc: FakeProc, cgroups: Path
-) -> None:
+def test_the_hosts_path_resolves_without_an_own_cgroup_namespace(proc: FakeProc, cgroups: Path) -> None:
     proc.add(50, cgroup="1:cpu:/docker/ab\n")
     (proc.root / "self").mkdir()
     (proc.root / "self/cgroup").write_text("1:cpu:/docker/ab\n")

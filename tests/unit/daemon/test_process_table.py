@@ -29,7 +29,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return counted
 
 
-def test_a_process_that_is_not_python_is_read_rarely_from_its_start(proc: FakeProc, reads: Counter[int]) -> None:
+def test_a_non_python_process_is_read_rarely_from_the_start(proc: FakeProc, reads: Counter[int]) -> None:
     """A node may have thousands of them, and every read is taken from the budget of all ranks."""
     proc.add(50, {}, command="sleep", has_torch=False)
     proc.add(60, {}, command="python", has_torch=False)
@@ -42,9 +42,7 @@ def test_a_process_that_is_not_python_is_read_rarely_from_its_start(proc: FakePr
     assert reads[60] > 8, "a Python process may make a ring at any time"
 
 
-def test_any_number_of_processes_that_are_no_ranks_costs_a_scan_no_more_than_a_few(
-    proc: FakeProc, reads: Counter[int]
-) -> None:
+def test_a_scan_rereads_a_bounded_number_of_other_processes(proc: FakeProc, reads: Counter[int]) -> None:
     crowd = range(1000, 1000 + 3 * LOOKS_AGAIN_PER_SCAN)
     for pid in crowd:
         proc.add(pid, {}, command="python", has_torch=False)

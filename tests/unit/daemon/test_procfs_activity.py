@@ -20,7 +20,7 @@ def test_bytes_that_a_process_writes_are_counted(tmp_path: Path) -> None:
     assert procfs.moved_bytes(OWN) >= before + (1 << 20)
 
 
-def test_children_of_the_main_thread_are_found_up_to_a_limit() -> None:
+def test_the_main_threads_children_are_found_up_to_a_limit() -> None:
     code = "import subprocess, sys; a = [subprocess.Popen(['sleep', '60']) for _ in range(3)]"
     code += "; print(*[c.pid for c in a]); sys.stdout.flush(); sys.stdin.read(); [c.kill() for c in a]"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -44,7 +44,7 @@ def test_who_looks_into_a_ring_is_not_who_keeps_it(flags: int) -> None:
         os.close(ring)
 
 
-def test_a_ring_behind_many_descriptors_is_found_in_a_few_looks_and_then_at_once() -> None:
+def test_a_ring_behind_many_descriptors_is_found_and_remembered() -> None:
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
     ring = os.memfd_create(ring_layout.RING_NAME)
     search = procfs.RingSearch(f"/proc/{os.getpid()}")
@@ -77,7 +77,7 @@ def test_empty_places_of_a_table_are_not_looked_at(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("has_many", "searched_of_twelve"), [(False, 12), (True, 4)])
-def test_a_process_with_many_descriptors_and_no_ring_for_long_is_searched_less_often(
+def test_many_descriptors_without_a_ring_are_searched_less_often(
     monkeypatch: pytest.MonkeyPatch, has_many: bool, searched_of_twelve: int
 ) -> None:
     """Where one look is enough, a ring is found as soon as it appears."""

@@ -19,7 +19,7 @@ from tests.unit.daemon import window_makers as make
 RANK = RankProcess("job", 3, 3, 4, 4121, 100, (4121, 7))
 
 
-def test_no_command_can_be_built_or_started_that_stops_the_target() -> None:
+def test_no_command_that_stops_the_target_can_be_started() -> None:
     program = Path("/bin/py-spy")
     assert "--nonblocking" in pyspy.record_command(program, 1, 2, 10)
     assert "--nonblocking" in pyspy.dump_command(program, 1)
@@ -27,7 +27,7 @@ def test_no_command_can_be_built_or_started_that_stops_the_target() -> None:
         pyspy.Child(["/bin/true"])
 
 
-def test_wherever_the_daemon_points_a_program_at_a_process_it_asks_for_nonblocking() -> None:
+def test_every_command_aimed_at_a_process_is_nonblocking() -> None:
     """The refusal above guards one door; this looks for others."""
     commands = [
         {part.value for part in node.elts if isinstance(part, ast.Constant)}
@@ -54,7 +54,7 @@ def test_a_recording_is_the_stacks_of_the_main_thread() -> None:
     }
 
 
-def test_without_a_known_id_the_main_thread_is_found_by_name_and_then_by_torch() -> None:
+def test_an_unknown_main_thread_is_found_by_name_then_torch() -> None:
     nameless = "thread (9);run (/t.py:1) 5\nthread (8);step (/x/torch/optim/adam.py:2) 1\n"
     assert list(parse_recording(nameless, {1}).stacks) == [(Frame("step", "/x/torch/optim/adam.py", 2),)]
     named = nameless + "thread (3): MainThread;main (/t.py:4) 1\n"
@@ -93,7 +93,7 @@ CUDA = (
 )
 
 
-def test_what_autograd_runs_on_its_own_thread_counts_as_the_training_threads_backward() -> None:
+def test_work_on_autograds_threads_counts_as_backward() -> None:
     stacks = parse_recording(CUDA, {7}, lambda: {28}).stacks
     collective = (Frame("all_reduce", "/x/torch/distributed/distributed_c10d.py", 5), Frame("hook", "/m.py", 12))
     assert stacks == {FORWARD: 10, (*SCALE, *ENGINE): 18, (*collective, *ENGINE): 4, ENGINE: 8}
@@ -107,7 +107,7 @@ def test_threads_that_are_not_autograds_change_nothing() -> None:
     assert parse_recording(CUDA, {7}, lambda: {9}).stacks == alone, "Python started it and named it"
 
 
-def test_autograds_threads_take_no_more_samples_than_the_training_thread_waits() -> None:
+def test_autograd_samples_never_exceed_the_training_threads_wait() -> None:
     """Several devices have a thread each, and threads are not read in the same instant."""
     busy = CUDA + "thread (29);hook (/m.py:12) 40\n"
     stacks = parse_recording(busy, {7}, lambda: {28, 29}).stacks
@@ -117,7 +117,7 @@ def test_autograds_threads_take_no_more_samples_than_the_training_thread_waits()
     assert parse_recording(not_waiting, {7}, lambda: {28}).stacks.total() == 40
 
 
-def test_names_of_threads_are_looked_up_only_for_a_backward_with_python_code() -> None:
+def test_thread_names_are_read_only_for_backward_python_code() -> None:
     def unexpected() -> set[int]:
         raise AssertionError("asked")
 
@@ -135,7 +135,7 @@ def test_a_dump_of_a_backward_shows_where_autograds_thread_stands() -> None:
     assert parse_dump(dump, {7}) == ENGINE
 
 
-def test_threads_are_found_by_what_torch_calls_them_under_their_ids_in_all_namespaces(tmp_path: Path) -> None:
+def test_autograd_threads_are_found_under_ids_of_all_namespaces(tmp_path: Path) -> None:
     for number, name in ((4121, "python"), (4140, "pt_autograd_0"), (4141, "pt_nccl_watchdg"), (4142, "pt_autograd_1")):
         folder = tmp_path / "task" / str(number)
         folder.mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_strange_file_names_do_not_break_the_frames_around_them() -> None:
     )
 
 
-def test_lines_that_make_no_sense_are_counted_and_the_rest_is_read() -> None:
+def test_garbled_lines_are_counted_and_the_rest_is_read() -> None:
     text = "thread (7);a (/x.py:1) 3\nthread (7);b (/line\nbreak.py:1) 2\nnonsense\nthread (7);c 1\n"
     recording = parse_recording(text, {7})
     assert recording.stacks == {(Frame("a", "/x.py", 1),): 3}
@@ -179,7 +179,7 @@ def test_the_tally_of_errors_is_read() -> None:
     assert parse_errors("") == 0
 
 
-def test_a_dump_gives_the_main_threads_stack_and_nonsense_is_a_value_error() -> None:
+def test_a_dump_gives_the_main_threads_stack_or_raises() -> None:
     frame = '{"name": "f", "filename": "/t.py", "line": 3}'
     text = f'[{{"os_thread_id": 1, "frames": []}}, {{"os_thread_id": 7, "frames": [{frame}]}}]'
     assert parse_dump(text, {7}) == (Frame("f", "/t.py", 3),)

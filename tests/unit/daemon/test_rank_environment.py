@@ -72,7 +72,7 @@ UUID = "3f2b8c1e-5d4a-4f6b-9c7d-8e1f2a3b4c5d"
         ({}, "h:1"),
     ],
 )
-def test_a_runs_name_comes_from_the_first_variable_that_a_restart_keeps(variables: dict[str, str], name: str) -> None:
+def test_a_runs_name_comes_from_a_variable_restarts_keep(variables: dict[str, str], name: str) -> None:
     assert claim({**TORCH, **variables}).job == name
 
 
@@ -86,7 +86,7 @@ def test_a_restart_keeps_the_name_and_is_another_attempt(keeping: dict[str, str]
 RESTARTED = {"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
 
 
-def test_a_program_that_trains_alone_has_the_runs_name_or_one_of_its_own() -> None:
+def test_a_lone_program_has_the_runs_name_or_its_own() -> None:
     assert lone_claim({}, 7).job == "local-7"
     assert lone_claim({"RANKSCOPE_RUN": "mine"}, 7) != lone_claim({"RANKSCOPE_RUN": "mine"}, 8)
     assert lone_claim({"RANKSCOPE_RUN": "mine"}, 7).job == lone_claim({"RANKSCOPE_RUN": "mine"}, 8).job == "mine"

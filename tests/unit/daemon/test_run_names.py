@@ -45,14 +45,14 @@ def node(tmp_path: Path) -> NamedNode:
 
 
 @pytest.mark.parametrize("claimed", ["", "theirs/pytorchjob-llama", RUN])
-def test_in_a_pod_the_operators_name_replaces_whatever_the_environment_says(node: NamedNode, claimed: str) -> None:
+def test_in_a_pod_the_operators_name_overrides_the_environment(node: NamedNode, claimed: str) -> None:
     node.add(50, 0, RANKSCOPE_RUN=claimed)
     assert "/" not in node.jobs()[50]
     node.name(POD)
     assert node.jobs() == {50: RUN}
 
 
-def test_a_name_holds_for_processes_that_start_later_and_for_no_other_pod(node: NamedNode) -> None:
+def test_a_name_holds_for_later_processes_of_its_pod_only(node: NamedNode) -> None:
     node.name(POD)
     node.add(50, 0)
     node.add(51, 1, OTHER)
@@ -62,7 +62,7 @@ def test_a_name_holds_for_processes_that_start_later_and_for_no_other_pod(node: 
     assert all("/" not in job for pid, job in jobs.items() if pid != 50)
 
 
-def test_pods_of_one_run_are_one_job_and_a_rank_that_moves_waits_for_the_old_process(node: NamedNode) -> None:
+def test_pods_of_one_run_are_one_job(node: NamedNode) -> None:
     node.name(POD, OTHER)
     node.add(50, 0)
     node.add(51, 1, OTHER)
@@ -73,7 +73,7 @@ def test_pods_of_one_run_are_one_job_and_a_rank_that_moves_waits_for_the_old_pro
     assert node.jobs() == {51: RUN, 60: RUN}
 
 
-def test_a_restart_with_another_port_keeps_the_name_and_a_launch_beside_it_gets_a_number(node: NamedNode) -> None:
+def test_a_restart_keeps_the_name_and_parallel_launches_are_numbered(node: NamedNode) -> None:
     node.name(POD)
     node.add(50, 0)
     node.add(51, 0, MASTER_PORT="2", WORLD_SIZE="1")
@@ -83,7 +83,7 @@ def test_a_restart_with_another_port_keeps_the_name_and_a_launch_beside_it_gets_
     assert node.jobs() == {52: RUN, 51: f"{RUN}#2"}
 
 
-def test_a_terminating_pod_keeps_its_name_when_the_operator_withdraws_it(node: NamedNode) -> None:
+def test_a_terminating_pod_keeps_its_withdrawn_name(node: NamedNode) -> None:
     node.name(POD)
     node.add(50, 0)
     assert node.jobs() == {50: RUN}
@@ -112,7 +112,7 @@ def test_what_is_no_name_of_a_run_is_refused(node: NamedNode, name: str) -> None
     assert node.board.run_of_pod(POD) is None
 
 
-def test_the_number_of_named_pods_is_bounded_and_the_latest_are_kept(node: NamedNode) -> None:
+def test_the_latest_named_pods_are_kept_up_to_a_limit(node: NamedNode) -> None:
     for number in range(2 * NAMED_PODS_LIMIT // PODS_LIMIT):
         node.name(*(f"{number}-{pod}" for pod in range(2 * PODS_LIMIT)), run=f"team/run-{number}")
     assert len(node.board._runs) == NAMED_PODS_LIMIT
@@ -120,7 +120,7 @@ def test_the_number_of_named_pods_is_bounded_and_the_latest_are_kept(node: Named
     assert node.board.run_of_pod(f"{number}-0") is not None
 
 
-def test_a_new_name_ends_the_old_one_with_all_of_its_series(node: NamedNode) -> None:
+def test_a_new_name_ends_the_old_names_series(node: NamedNode) -> None:
     plain = make.collectors(process=lambda _: make.process())
     daemon = Daemon(make.config(), collectors=Collectors(node.discovery, plain.registered), clock=make.FakeClock())
     registry = CollectorRegistry()

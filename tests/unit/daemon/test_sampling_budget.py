@@ -39,14 +39,14 @@ def test_recordings_make_the_samples_that_were_asked_for() -> None:
     assert plan_at(0.0) is None
 
 
-def test_a_rank_that_is_recorded_at_least_half_of_the_time_is_heard_of_every_eight_seconds() -> None:
+def test_a_rank_recorded_half_the_time_reports_every_eight_seconds() -> None:
     for average in (10.0, 7.0, 5.0, 3.75, 2.5):
         plan = plan_at(average)
         assert plan is not None
         assert plan.period_seconds <= 8.0
 
 
-def test_the_ladder_falls_to_five_hertz_then_to_pauses_and_then_off() -> None:
+def test_the_ladder_falls_to_five_hertz_then_pauses_then_off() -> None:
     assert rate_ladder(10.0) == (10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 3.75, 2.5, 1.25, 0.625, 0.0)
     assert rate_ladder(7.5) == (7.5, 7.0, 6.0, 5.0, 3.75, 2.5, 1.25, 0.625, 0.0)
     assert rate_ladder(2.0) == (2.0, 1.25, 0.625, 0.0)
@@ -61,7 +61,7 @@ def test_within_the_budget_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("used_ratio", [1.04, 1.3, 1.57])
-def test_processes_with_many_threads_are_still_sampled_five_times_a_second(used_ratio: float) -> None:
+def test_processes_with_many_threads_are_sampled_at_five_hertz(used_ratio: float) -> None:
     """Of four CUDA ranks, 10 Hz took 104 to 157 % of the budget. A fifth of it is the daemon's own."""
     machine = Machine(Budget(0.01, 10.0), ranks=4)
     sample = (used_ratio - 0.2) * 0.01 / 15  # 15 samples a second, with 20 of them for attaching
@@ -73,7 +73,7 @@ def test_processes_with_many_threads_are_still_sampled_five_times_a_second(used_
 
 
 @pytest.mark.parametrize("sample_ms", [1.5, 2.5, 4.0, 8.0])
-def test_where_five_hertz_are_too_much_there_are_pauses_and_no_lower_rate(sample_ms: float) -> None:
+def test_below_five_hertz_there_are_pauses_and_no_lower_rate(sample_ms: float) -> None:
     """8 ms are a process with 60 threads that all run Python code."""
     machine = Machine(Budget(0.01, 10.0), ranks=8)
     rates = machine.run(600, 0.016, sample_ms / 1000, 0.025)
@@ -121,7 +121,7 @@ def test_the_budget_grows_with_the_ranks() -> None:
     assert set(Machine(Budget(0.01, 10.0), ranks=8).run(60, 0.07)) == {10.0}
 
 
-def test_the_rate_comes_back_step_by_step_once_there_is_room() -> None:
+def test_the_rate_rises_step_by_step_once_there_is_room() -> None:
     machine = Machine(Budget(0.01, 10.0))
     machine.run(200, 0.02, 0.02, 0.1)
     rates = machine.run(900, 0.001, 0.0002, 0.004)
@@ -132,7 +132,7 @@ def test_the_rate_comes_back_step_by_step_once_there_is_room() -> None:
     assert all(rates.count(rate) >= 10 for rate in steps), "it stays on each rate for a while"
 
 
-def test_a_rate_that_never_fits_is_tried_less_and_less_often() -> None:
+def test_a_rate_that_never_fits_is_tried_ever_less_often() -> None:
     # Far over the budget at 10 Hz and far below at any other: the one case that could swing forever.
     rates = []
     machine = Machine(Budget(0.01, 10.0))
@@ -144,7 +144,7 @@ def test_a_rate_that_never_fits_is_tried_less_and_less_often() -> None:
     assert gaps[-1] > 4 * gaps[0]
 
 
-def test_a_job_that_ends_does_not_leave_its_cost_to_the_ranks_that_stay() -> None:
+def test_an_ended_jobs_cost_is_not_left_to_other_ranks() -> None:
     machine = Machine(Budget(0.01, 10.0), ranks=8)
     machine.run(20, 0.07)
     machine.ranks = 1
@@ -158,14 +158,14 @@ def test_without_ranks_there_is_nothing_to_sample_less() -> None:
     assert set(machine.run(20, 0.005)) == {10.0}
 
 
-def test_the_arrival_of_a_job_is_not_taken_for_what_watching_it_costs() -> None:
+def test_a_jobs_arrival_does_not_count_as_its_running_cost() -> None:
     machine = Machine(Budget(0.01, 10.0), ranks=0)
     machine.ranks = 8
     machine.own += 0.7
     assert set(machine.run(60, 0.06)) == {10.0}
 
 
-def test_before_anything_was_measured_the_threads_of_a_rank_tell_what_a_sample_may_cost() -> None:
+def test_before_any_measurement_the_thread_count_estimates_the_cost() -> None:
     few, many = Budget(0.01, 10.0), Budget(0.01, 10.0)
     for now in (0.0, 2.0, 4.0):
         few.observe(now, 0.0, 0.0, 4, threads=12)

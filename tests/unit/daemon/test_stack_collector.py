@@ -153,7 +153,7 @@ def stretches(started: list[tuple[float, int, Plan]]) -> dict[float, list[int]]:
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("rate_hz", [10.0, 5.0, 3.75, 2.0])
-def test_the_ranks_of_a_job_are_recorded_in_the_same_stretch_of_time(rate_hz: float) -> None:
+def test_a_jobs_ranks_are_recorded_in_the_same_stretch(rate_hz: float) -> None:
     node = SimulatedNode([rank(number) for number in range(8)])
     node.source.set_rate(rate_hz)
     together = stretches(node.run(60))
@@ -162,7 +162,7 @@ def test_the_ranks_of_a_job_are_recorded_in_the_same_stretch_of_time(rate_hz: fl
 
 
 @pytest.mark.usefixtures("simulated")
-def test_with_pauses_the_nodes_of_a_job_record_at_the_same_time() -> None:
+def test_with_pauses_a_jobs_nodes_record_at_the_same_time() -> None:
     nodes = [SimulatedNode([rank(0)], now=0.0), SimulatedNode([rank(8)], now=3.6)]
     starts = []
     for node in nodes:
@@ -174,7 +174,7 @@ def test_with_pauses_the_nodes_of_a_job_record_at_the_same_time() -> None:
 
 
 @pytest.mark.usefixtures("simulated")
-def test_one_recording_that_does_not_end_holds_the_others_up_for_a_few_seconds_only() -> None:
+def test_an_endless_recording_delays_the_others_only_briefly() -> None:
     SimulatedRecorder.overrun_seconds = {3: 1000.0}
     node = SimulatedNode([rank(number) for number in range(4)])
     first, *rest = stretches(node.run(40)).items()
@@ -200,7 +200,7 @@ def test_more_ranks_than_may_be_recorded_at_once_take_turns() -> None:
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("ranks_of_a_job", [1, 16, 200])
-def test_a_users_ranks_are_recorded_as_before_however_many_ranks_another_has(
+def test_another_users_many_ranks_cost_a_user_no_recordings(
     ranks_of_a_job: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SimulatedRecorder, "overrun_seconds", dict.fromkeys(range(202), 0.2))
@@ -213,7 +213,7 @@ def test_a_users_ranks_are_recorded_as_before_however_many_ranks_another_has(
 
 
 @pytest.mark.usefixtures("simulated")
-def test_recordings_that_fail_at_once_are_not_made_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_that_fail_at_once_are_not_more_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [rank(number) for number in range(200)]
     monkeypatch.setattr(SimulatedRecorder, "overrun_seconds", dict.fromkeys(range(200), 0.2))
     recording = len(SimulatedNode(ranks).run(20))
@@ -230,7 +230,7 @@ def test_a_rank_that_arrives_late_joins_the_next_stretch() -> None:
 
 
 @pytest.mark.usefixtures("simulated")
-def test_a_higher_rate_holds_after_one_of_its_own_periods_at_the_latest() -> None:
+def test_a_higher_rate_holds_after_one_period_at_most() -> None:
     node = SimulatedNode([rank(0)])
     node.source.set_rate(0.01)
     node.run(10)
@@ -240,9 +240,7 @@ def test_a_higher_rate_holds_after_one_of_its_own_periods_at_the_latest() -> Non
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(("sample_ms", "least_hertz"), [(0.8, 5.0), (1.0, 3.75), (2.0, 1.25)])
-def test_eight_ranks_with_many_threads_are_sampled_at_five_hertz_within_the_budget(
-    sample_ms: float, least_hertz: float
-) -> None:
+def test_many_threaded_ranks_are_sampled_at_five_hertz_within_budget(sample_ms: float, least_hertz: float) -> None:
     """60, 75 and 150 threads by what py-spy was measured to take."""
     SimulatedRecorder.cost_seconds = (0.02, sample_ms / 1000)
     node = SimulatedNode([rank(number) for number in range(8)], Budget(0.01, 10.0))
@@ -259,7 +257,7 @@ def test_eight_ranks_with_many_threads_are_sampled_at_five_hertz_within_the_budg
 
 
 @pytest.mark.usefixtures("simulated")
-def test_a_recording_that_costs_far_too_much_is_charged_over_minutes_and_costs_the_others_little() -> None:
+def test_a_far_too_expensive_recording_is_charged_over_minutes() -> None:
     SimulatedRecorder.cost_seconds = (0.01, 0.0005)
     budget = Budget(0.02, 10.0)
     node = SimulatedNode([rank(number) for number in range(3)], budget)
@@ -281,7 +279,7 @@ def test_a_recording_that_costs_far_too_much_is_charged_over_minutes_and_costs_t
     assert budget.rate_hertz < 5
 
 
-def test_what_ended_since_the_last_call_is_one_sample_and_a_rate_of_zero_ends_it(tmp_path: Path) -> None:
+def test_recordings_since_the_last_call_make_one_sample(tmp_path: Path) -> None:
     with collector(tmp_path, SUCCEED) as source:
         source.collect([rank(0)], SPAN)
         for tenth in range(100):
@@ -296,7 +294,7 @@ def test_what_ended_since_the_last_call_is_one_sample_and_a_rate_of_zero_ends_it
         assert len(calls(tmp_path)) == 3
 
 
-def test_the_store_holds_what_the_windows_report_under_the_current_name_of_the_run(tmp_path: Path) -> None:
+def test_the_store_keeps_reported_samples_under_the_current_name(tmp_path: Path) -> None:
     kept: list[Recording] = []
     store = ProfileStore.from_config(Config(profile_dir=str(tmp_path / "profiles")))
     with closing(store), collector(tmp_path, SUCCEED) as source:
@@ -319,7 +317,7 @@ def test_the_store_holds_what_the_windows_report_under_the_current_name_of_the_r
         assert all(recording.span.end_unix_nanos <= time.time_ns() for recording in kept)
 
 
-def test_a_rank_that_fails_again_and_again_is_left_alone_for_longer_and_longer(tmp_path: Path) -> None:
+def test_a_rank_that_keeps_failing_is_tried_ever_less_often(tmp_path: Path) -> None:
     with collector(tmp_path, FAIL) as source:
         source.collect([rank(0)], SPAN)
         for second in range(300):
@@ -349,9 +347,7 @@ def test_a_recording_that_overstays_is_killed(tmp_path: Path) -> None:
         wait_until(is_reaped)
 
 
-def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_of_departed_ranks_and_at_close_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankscope.daemon.stacks.collector.CLOSING_SECONDS", 180.0)
     with collector(tmp_path, "exec sleep 60") as source:
         source.collect([rank(0), rank(5)], SPAN)
@@ -372,9 +368,7 @@ def test_a_dump_that_hangs_does_not_hold_the_daemon_up(tmp_path: Path, monkeypat
         assert problem.kind == "timeout"
 
 
-def test_a_dump_that_ended_while_the_daemon_itself_was_late_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_that_ended_while_the_daemon_lagged_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, late = Child.poll, []
 
     def poll(child: Child) -> Ended | None:
@@ -393,9 +387,7 @@ def test_a_dump_that_ended_while_the_daemon_itself_was_late_is_taken(
     assert isinstance(dump, StallDump), dump
 
 
-def test_a_dump_is_retried_when_a_thread_moved_while_it_was_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_is_retried_when_a_thread_moved_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankscope.daemon.stacks.collector.DUMP_TIMEOUT_SECONDS", 180.0)
     thread = {"thread_name": "MainThread", "os_thread_id": ME, "frames": [{"name": "f", "filename": "t.py", "line": 1}]}
     moved = "echo 'Error: Failed to copy PyFrameObject: Bad address (os error 14)' >&2; exit 1"
@@ -432,7 +424,7 @@ def test_without_py_spy_every_rank_says_how_to_get_it(tmp_path: Path) -> None:
     source.close()
 
 
-def test_frames_count_once_per_stack_and_lines_of_one_function_stay_apart() -> None:
+def test_frames_count_once_per_stack_and_separately_by_line() -> None:
     outer, inner, other_line = Frame("f", "/t.py", 1), Frame("g", "/t.py", 8), Frame("g", "/t.py", 9)
     sample = summarise({(inner, inner, outer): 3, (other_line, outer): 2}, 1, SPAN)
     found = {count.frame: (count.inclusive, count.own) for count in sample.frames}
@@ -440,7 +432,7 @@ def test_frames_count_once_per_stack_and_lines_of_one_function_stay_apart() -> N
     assert (sample.samples, sample.errors, sample.distinct_stacks, sample.phase_counts) == (5, 1, 2, {"other": 5})
 
 
-def test_time_in_a_library_is_the_users_own_line_that_calls_it_too() -> None:
+def test_library_time_also_counts_for_the_calling_user_line() -> None:
     library, line, loop = (
         Frame("open", "/x/site-packages/a.py", 3),
         Frame("load", "/t.py", 8),
@@ -450,7 +442,7 @@ def test_time_in_a_library_is_the_users_own_line_that_calls_it_too() -> None:
     assert {count.frame: count.own for count in sample.frames} == {library: 3, line: 3, loop: 0}
 
 
-def test_when_frames_are_cut_the_programs_own_come_first_and_a_few_of_libraries_stay() -> None:
+def test_cutting_keeps_own_frames_first_and_some_library_frames() -> None:
     stacks: Counter[Stack] = Counter()
     for line in range(100):
         stacks[(Frame("lib", "/opt/site-packages/x.py", line), Frame("own", "/home/me/train.py", line))] = 100 - line
@@ -478,7 +470,7 @@ class UnkillableChild:
         return Ended(-9, 0.5) if self.has_ended else None
 
 
-def test_children_that_do_not_end_cost_their_owner_its_stacks_and_nobody_else() -> None:
+def test_unkillable_children_cost_only_their_owner_its_stacks() -> None:
     now = [0.0]
     killed = KilledChildren(lambda: now[0])
     hostile = [replace(rank(number), owner="pod a") for number in range(STUCK_PER_OWNER + 1)]
@@ -501,9 +493,7 @@ def test_children_that_do_not_end_cost_their_owner_its_stacks_and_nobody_else() 
     assert killed.objection(hostile[-1]) is None
 
 
-def test_a_rank_that_costs_far_too_much_once_is_tried_again_soon_and_then_rarely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_far_too_expensive_rank_is_retried_soon_then_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "CPU_SECONDS_LIMIT", 0.2)
     monkeypatch.setattr(recording, "RANK_CORE_RATIO", 0.002)
     with collector(tmp_path, "while :; do :; done") as source:

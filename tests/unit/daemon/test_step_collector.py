@@ -59,9 +59,7 @@ def test_steps_that_share_a_record_share_its_time(writer: Writer, collector: Ste
     assert sample.steps_total == 100
 
 
-def test_ddp_figures_stand_beside_the_step_before_and_the_newest_step_waits_for_its_own(
-    writer: Writer, collector: StepsCollector
-) -> None:
+def test_ddp_figures_belong_to_the_step_before(writer: Writer, collector: StepsCollector) -> None:
     for number in range(1, 5):
         writer.step(100, flags=ring_layout.FLAG_DDP, blocking=0.01, ddp=(0.01 * number, 0.02, 0.05, 0.03))
     sample = sample_of(collector)
@@ -76,9 +74,7 @@ def test_ddp_figures_stand_beside_the_step_before_and_the_newest_step_waits_for_
     assert later.steps_lost == 0
 
 
-def test_on_a_device_only_sampled_steps_tell_the_wait_and_blocking_calls_do_not(
-    writer: Writer, collector: StepsCollector
-) -> None:
+def test_on_a_device_only_sampled_steps_give_the_wait(writer: Writer, collector: StepsCollector) -> None:
     writer.step(50, flags=ring_layout.FLAG_DEVICE, blocking=0.001)
     writer.step(50, flags=ring_layout.FLAG_DEVICE, device=(0.004, 0.12, 0.03))
     sample = sample_of(collector)
@@ -88,14 +84,12 @@ def test_on_a_device_only_sampled_steps_tell_the_wait_and_blocking_calls_do_not(
     assert sample.run_ahead_seconds == pytest.approx([np.nan, 0.12], nan_ok=True)
 
 
-def test_what_passes_by_the_probe_is_not_measured_and_not_zero(writer: Writer, collector: StepsCollector) -> None:
+def test_a_wait_the_probe_misses_is_unknown_not_zero(writer: Writer, collector: StepsCollector) -> None:
     writer.step(50, flags=ring_layout.FLAG_DEVICE | ring_layout.FLAG_BLIND, device=(0.004, 0.0, 0.0))
     assert np.isnan(sample_of(collector).wait_seconds).all()
 
 
-def test_time_in_collectives_is_told_per_group_and_per_sampled_step_since_the_last_look(
-    writer: Writer, collector: StepsCollector
-) -> None:
+def test_collective_time_is_given_per_group_and_sampled_step(writer: Writer, collector: StepsCollector) -> None:
     writer.step()
     writer.ring.write_groups([(7, 4, 2, ring_layout.GROUP_OVERLAPPED, 10, 0.2, 0.5)])
     assert sample_of(collector).groups == ()  # the past, which no window covers
@@ -162,7 +156,7 @@ def test_nothing_stays_open_and_ranks_that_left_are_forgotten(writer: Writer, co
     assert len(sample_of(collector).step_seconds) == 1  # as at first sight
 
 
-def test_exec_gives_the_same_process_a_new_ring_that_is_read_from_its_beginning(collector: StepsCollector) -> None:
+def test_a_new_ring_after_exec_is_read_from_its_beginning(collector: StepsCollector) -> None:
     first = Writer()
     for _ in range(50):
         first.step()

@@ -41,9 +41,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage().partition(":")[0] for record in caplog.records]
 
 
-def test_connections_that_show_nothing_are_told_of_once_with_their_number(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_silent_connections_are_logged_once_with_their_number(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     arrivals = Arrivals(patience_seconds=1.0, log_seconds=60.0)
     for number in range(5):
         arrivals.came()

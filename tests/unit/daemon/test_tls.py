@@ -89,9 +89,7 @@ def test_an_operator_is_answered_and_so_is_the_unix_socket(served: Served) -> No
         assert RankServiceStub(local).ListRanks(ListRanksRequest(), timeout=CALL_SECONDS).ranks
 
 
-def test_no_certificate_an_expired_one_and_one_of_another_authority_get_no_connection(
-    served: Served, tmp_path: Path
-) -> None:
+def test_missing_expired_or_foreign_certificates_get_no_connection(served: Served, tmp_path: Path) -> None:
     expired = served.authority.issue("expired", OPERATOR, lasts=timedelta(days=-1))
     foreign = Authority(tmp_path / "other").issue("operator", OPERATOR)
     for pair in (None, expired, foreign):
@@ -109,7 +107,7 @@ def test_no_certificate_an_expired_one_and_one_of_another_authority_get_no_conne
         ("\N{CYRILLIC SMALL LETTER ER}ankscope-operator", ()),
     ],
 )
-def test_another_role_of_the_same_authority_is_denied_and_logged_once_without_a_word_too_much(
+def test_another_role_is_denied_and_logged_once(
     served: Served, caplog: pytest.LogCaptureFixture, common_name: str, names: tuple[str, ...]
 ) -> None:
     with caplog.at_level(logging.WARNING), stub(served, served.authority.issue("x", common_name, names)) as caller:
@@ -123,7 +121,7 @@ def test_another_role_of_the_same_authority_is_denied_and_logged_once_without_a_
     assert served.daemon.publisher.readers == 0
 
 
-def test_a_common_name_alone_is_enough_where_there_are_no_other_names(served: Served) -> None:
+def test_a_common_name_is_enough_without_other_names(served: Served) -> None:
     with stub(served, served.authority.issue("plain", OPERATOR, names=())) as caller:
         assert caller.ListRanks(ListRanksRequest(), timeout=CALL_SECONDS).ranks
 
@@ -159,7 +157,7 @@ def certificate_shown(served: Served) -> bytes:
         return shown
 
 
-def test_new_certificates_are_used_for_new_connections_while_open_streams_live_on(
+def test_new_certificates_apply_to_new_connections_only(
     served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = certificate_shown(served)
@@ -231,7 +229,7 @@ def test_more_connections_than_a_daemon_needs_are_closed_at_once(hasty: None, se
             one.close()
 
 
-def test_a_routable_address_is_taken_with_tls_and_the_three_files_belong_together(tmp_path: Path) -> None:
+def test_a_routable_address_needs_all_three_tls_files(tmp_path: Path) -> None:
     files = {"tls_certificate": "/a", "tls_key": "/b", "tls_client_authority": "/c"}
     assert resolve({"grpc_listen": "0.0.0.0:9465", **files}, {}).config.grpc_listen
     with pytest.raises(ConfigError, match="belong together"):
@@ -258,7 +256,7 @@ def test_a_daemon_does_not_start_with_files_it_cannot_use(tmp_path: Path) -> Non
             Daemon(config, collectors=make.collectors(), clock=make.FakeClock(seconds=-1.0)).start()
 
 
-def test_doctor_tells_about_certificates_that_are_missing_wrong_or_about_to_end(tmp_path: Path) -> None:
+def test_doctor_reports_missing_wrong_and_expiring_certificates(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
 
     def levels(pair: Pair) -> list[tuple[Level, str]]:
@@ -280,7 +278,7 @@ def test_doctor_tells_about_certificates_that_are_missing_wrong_or_about_to_end(
     assert not list(certificates_are_good(make.config()))
 
 
-def test_the_end_of_a_certificate_is_read_as_others_read_it(tmp_path: Path) -> None:
+def test_a_certificates_expiry_is_read_in_both_time_formats(tmp_path: Path) -> None:
     for days in (1, 400, 10_000, 40_000):  # times beyond 2049 are written in another way
         pair = Authority(tmp_path).issue("x", DAEMON, lasts=timedelta(days=days))
         end = validity(pair.certificate.read_bytes()).end

@@ -22,7 +22,7 @@ def test_a_window_without_samples_holds_nothing_but_who_and_when() -> None:
     assert names == {"identity", "sequence", "start_unix_nanos", "end_unix_nanos"}
 
 
-def test_figures_sampled_on_some_steps_stand_for_all_steps_of_the_window() -> None:
+def test_figures_of_sampled_steps_represent_the_whole_window() -> None:
     sample = make.steps(0.5, 0.5, 0.5, 0.5, wait=[0.1, NAN, 0.3, NAN], optimizer=[0.05, 0.05, 0.05, 0.05])
     window = window_of(RankSamples(sample))
     assert (window.wait_seconds.mean, window.self_seconds.mean) == pytest.approx((0.2, 0.3))
@@ -33,13 +33,13 @@ def test_figures_sampled_on_some_steps_stand_for_all_steps_of_the_window() -> No
 
 
 @pytest.mark.parametrize("wait", [[0.1, NAN, 0.1, NAN], [NAN, 0.1, NAN, 0.1]])
-def test_own_work_holds_a_checkpoint_whether_or_not_its_step_was_sampled(wait: list[float]) -> None:
+def test_own_work_includes_checkpoints_of_unsampled_steps(wait: list[float]) -> None:
     window = window_of(RankSamples(make.steps(0.5, 8.5, 0.5, 0.5, wait=wait, checkpoint=[0.0, 8.0, 0.0, 0.0])))
     assert window.checkpoint_seconds == pytest.approx(2.0)
     assert window.self_seconds.mean == pytest.approx(2.4)
 
 
-def test_a_phase_that_was_never_measured_is_absent_and_not_zero() -> None:
+def test_an_unmeasured_phase_is_absent_and_not_zero() -> None:
     window = window_of(RankSamples(make.steps(0.5, 0.5, input=[0.0, 0.0])))
     measured = {field.name for field, _ in window.ListFields() if field.name.endswith("_seconds")}
     assert measured == {"step_seconds", "input_seconds"}
@@ -58,7 +58,7 @@ def test_other_is_what_remains_of_self_and_needs_every_part() -> None:
     assert overlapping.other_seconds == 0
 
 
-def test_a_window_in_which_no_step_ended_has_zero_steps_and_no_step_time() -> None:
+def test_a_window_without_an_ended_step_has_no_step_time() -> None:
     window = window_of(RankSamples(make.steps(steps_total=9)))
     assert window.HasField("steps")
     assert window.steps == 0
@@ -76,7 +76,7 @@ def test_mfu_uses_the_declared_peak_and_else_the_device() -> None:
     assert not window_of(RankSamples(make.steps(0.5, facts=unknown))).HasField("mfu_ratio")
 
 
-def test_an_impossible_mfu_is_a_problem_that_names_what_to_correct() -> None:
+def test_an_impossible_mfu_is_a_problem_with_its_correction() -> None:
     facts = ProbeFacts(model_flops_per_step=4e15, peak_flops_per_second=1e15)
     (problem,) = window_of(RankSamples(make.steps(0.5, facts=facts))).problems
     assert "MFU of 8" in problem

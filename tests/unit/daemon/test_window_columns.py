@@ -25,7 +25,7 @@ def row_of(table: WindowColumns, row: int = 0) -> dict[str, float]:
     return {name: value for name, value in zip(FIGURES, read.tolist(), strict=True) if not np.isnan(value)}
 
 
-def test_what_was_not_measured_is_not_sent_and_a_zero_is_not_nothing() -> None:
+def test_unmeasured_figures_are_not_sent_but_zeros_are() -> None:
     first = RankWindow(steps=2, step_seconds=StepStatistics(mean=0.1), input_seconds=0.0, model_flops_per_step=0.5)
     table = window_columns([first, RankWindow(steps=0)], make.span())
     assert table.names.split() == ["steps", "step_seconds", "input_seconds", "is_captured"]
@@ -34,7 +34,7 @@ def test_what_was_not_measured_is_not_sent_and_a_zero_is_not_nothing() -> None:
     assert (table.start_unix_nanos, table.end_unix_nanos) == (make.span().start_unix_nanos, make.span().end_unix_nanos)
 
 
-def test_figures_of_a_gpu_are_sent_for_a_rank_that_has_it_to_itself_in_their_own_units() -> None:
+def test_gpu_figures_are_sent_for_a_rank_with_one_gpu() -> None:
     gpu = GpuUsage(
         gpus=1, sm_clock_hertz=1.98e9, memory_used_bytes=141 << 30, throttled_seconds={"power": 0.5, "hw": 9}
     )
@@ -53,7 +53,7 @@ def test_only_so_many_groups_are_sent() -> None:
     assert (row["group3_kind"], row["group3_seconds"], row["group3_step_seconds"]) == (2, pytest.approx(0.03), 0.1)
 
 
-def test_columns_are_found_by_name_so_that_older_and_newer_daemons_are_read() -> None:
+def test_columns_of_older_and_newer_daemons_are_found_by_name() -> None:
     values = np.array([[7.0, 0.1, 3.0], [8.0, 0.2, 4.0]]).tobytes()
     for names in ("of_tomorrow step_seconds steps", "of_tomorrow  step_seconds\tsteps "):
         first, second = columns(unpack(names, values, 2)).T
@@ -72,7 +72,7 @@ def test_what_cannot_be_is_not_measured_wherever_it_comes_from(seconds: float) -
     assert row[FIGURES.index("step_seconds")] == 0.1
 
 
-def test_the_operators_way_of_reading_a_message_has_the_same_fields() -> None:
+def test_the_operators_encoded_messages_have_the_same_field_numbers() -> None:
     for encoded, plain in ((EncodedRanks, WatchRanksResponse), (EncodedColumns, WindowColumns)):
         numbers = {field.name: field.number for field in plain.DESCRIPTOR.fields}
         assert all(numbers[field.name] == field.number for field in encoded.DESCRIPTOR.fields)
@@ -88,7 +88,7 @@ def test_the_operators_way_of_reading_a_message_has_the_same_fields() -> None:
         (3, "steps", bytes(24)),
     ],
 )
-def test_a_table_that_does_not_belong_to_the_windows_is_refused(ranks: int, names: str, values: bytes) -> None:
+def test_a_table_that_does_not_match_the_windows_is_refused(ranks: int, names: str, values: bytes) -> None:
     table = EncodedColumns(ranks=[b""] * ranks, names=names, values=values)
     with pytest.raises(ValueError, match="do not belong together"):
         DaemonMessage("a", EncodedRanks(windows=[b"", b""], columns=table).SerializeToString())

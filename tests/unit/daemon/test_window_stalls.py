@@ -27,7 +27,7 @@ def no_step(total: int = 40, entered: int = 7) -> RankSamples:
     return RankSamples(steps=steps)
 
 
-def test_a_rank_without_a_step_for_long_is_stalled_with_its_collective_counters() -> None:
+def test_a_rank_without_steps_stalls_with_its_collective_counters() -> None:
     watch = StallWatch(None)
     done = RankSamples(steps=make.steps(0.1, 0.1, steps_total=40, last_step_unix_nanos=make.START))
     assert watch.observe(RANK, done, make.span(0)) is None
@@ -59,7 +59,7 @@ def test_without_step_records_standing_still_twice_is_a_stall() -> None:
 
 
 @pytest.mark.parametrize(("ticks", "is_stall"), [(1, True), (3, False)])
-def test_a_tick_of_cpu_time_in_a_short_window_is_not_work(ticks: int, is_stall: bool) -> None:
+def test_a_cpu_tick_in_a_short_window_is_not_work(ticks: int, is_stall: bool) -> None:
     watch = StallWatch(None)
     watch.observe(RANK, stuck(0), make.span(0))
     ticking = replace(stuck(1), process=make.process(ticks / CLOCK_TICKS_PER_SECOND))
@@ -83,7 +83,7 @@ def test_using_the_cpu_or_moving_on_is_not_a_stall() -> None:
         assert watch.observe(RANK, second, make.span(1)) is None
 
 
-def test_stacks_of_all_stalled_ranks_are_fetched_at_once_in_the_background_and_not_too_often() -> None:
+def test_stalled_ranks_stacks_are_fetched_together_in_the_background() -> None:
     calls: list[list[int]] = []
     begun, release = threading.Event(), threading.Event()
 
@@ -119,7 +119,7 @@ def test_stacks_of_all_stalled_ranks_are_fetched_at_once_in_the_background_and_n
     assert len(calls) == 8, "five in the first ten seconds, then one in ten"
 
 
-def test_a_rank_that_moves_on_between_two_looks_is_not_said_to_stand_still() -> None:
+def test_a_rank_that_moves_between_looks_is_not_standing_still() -> None:
     lines = iter(range(100))
 
     def dump(ranks: list[RankProcess]) -> dict[object, object]:
@@ -134,7 +134,7 @@ def test_a_rank_that_moves_on_between_two_looks_is_not_said_to_stand_still() -> 
     assert stall.same_stack_looks == 1
 
 
-def test_a_rank_that_waits_at_one_place_in_one_collective_after_the_other_does_not_stand_still() -> None:
+def test_a_rank_in_ever_new_collectives_is_not_standing_still() -> None:
     def dump(ranks: list[RankProcess]) -> dict[object, object]:
         return {rank.key: StallDump("communication", (Frame("all_reduce", "evaluate.py", 9),)) for rank in ranks}
 
@@ -179,7 +179,7 @@ def look(line: int = 9, cpu_seconds: float = 5.0, moved_bytes: int = 0, at: floa
     return StallDump("checkpoint", (Frame("save", "train.py", line),), Activity(at, cpu_seconds, moved_bytes))
 
 
-def test_a_rank_that_does_nothing_at_one_place_is_not_at_work() -> None:
+def test_an_inactive_rank_at_one_place_is_not_working() -> None:
     stall = stall_after([look(at=2.0 * second) for second in range(3)])
     assert stall.HasField("is_working")
     assert not stall.is_working
@@ -196,7 +196,7 @@ def test_a_rank_that_does_nothing_at_one_place_is_not_at_work() -> None:
     ],
     ids=["computes", "writes", "moves on", "moves on again"],
 )
-def test_a_rank_that_computes_writes_or_moves_on_is_at_work(dumps: list[StallDump]) -> None:
+def test_a_rank_that_computes_writes_or_moves_is_working(dumps: list[StallDump]) -> None:
     assert stall_after(dumps).is_working
 
 
@@ -205,7 +205,7 @@ def test_a_wait_that_polls_is_not_work() -> None:
     assert not stall_after([look(), look(at=20.0, cpu_seconds=5.2, moved_bytes=4096)]).is_working
 
 
-def test_a_rank_whose_stacks_cannot_be_read_is_at_work_while_it_uses_cpu() -> None:
+def test_a_rank_without_readable_stacks_works_while_using_cpu() -> None:
     watch = StallWatch(None)
     busy = watch.observe(RANK, replace(no_step(), process=make.process(1.0)), make.span(20))
     assert busy is not None

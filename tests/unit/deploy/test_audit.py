@@ -32,7 +32,7 @@ def test_it_ends_well_only_if_every_package_was_asked_about(
     assert audit_dependencies.main() == status
 
 
-def test_the_second_service_answers_for_what_the_first_was_silent_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_service_answers_what_the_first_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(lock: Path, service: str) -> list[Answer]:
         return [Answer(name, () if service == "osv" else None) for name in audit_dependencies.names(lock)]
 

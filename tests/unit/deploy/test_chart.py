@@ -31,7 +31,7 @@ def test_the_schema_takes_the_values_as_they_are() -> None:
     jsonschema.Draft7Validator(SCHEMA).validate(VALUES)
 
 
-def test_every_value_has_its_place_in_the_schema_and_nothing_else_has() -> None:
+def test_schema_and_values_have_the_same_entries() -> None:
     for path, schema in objects(SCHEMA):
         if "properties" not in schema:
             continue
@@ -102,13 +102,13 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     assert told == {f"{VALUES['image']['registry']}/{part['repository']}:{version.group(1)}" for part in parts}
 
 
-def test_the_kinds_that_the_chart_tells_of_are_those_it_installs() -> None:
+def test_the_annotated_kinds_are_those_the_chart_installs() -> None:
     told = yaml.safe_load(yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]["artifacthub.io/crds"])
     made = [yaml.safe_load(path.read_text()) for path in sorted((CHART / "files" / "crds").glob("*.yaml"))]
     assert {one["name"] for one in told} == {one["metadata"]["name"] for one in made}
 
 
-def test_the_images_that_the_kind_instructions_build_and_load_are_those_of_the_chart() -> None:
+def test_the_kind_instructions_load_the_charts_images() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     registry = re.search(r"make images .*REGISTRY=(\S+)", page)
     loaded = re.search(r"kind load docker-image (.*)", page)

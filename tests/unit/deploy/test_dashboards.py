@@ -97,7 +97,7 @@ def test_the_schema_refuses_what_grafana_does_not_know() -> None:
 
 
 @each_dashboard
-def test_panels_lie_side_by_side_on_the_grid_and_are_not_too_many(path: Path) -> None:
+def test_panels_do_not_overlap_and_are_not_too_many(path: Path) -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in read(path)["panels"]:
         place = panel["gridPos"]
@@ -117,7 +117,7 @@ def test_panels_lie_side_by_side_on_the_grid_and_are_not_too_many(path: Path) ->
 
 
 @each_dashboard
-def test_every_panel_says_what_it_shows_and_asks_the_chosen_data_source(path: Path) -> None:
+def test_every_panel_has_a_description_and_the_chosen_datasource(path: Path) -> None:
     titles = [panel["title"] for panel in panels(path)]
     assert len(set(titles)) == len(titles)
     for panel in panels(path):
@@ -140,7 +140,7 @@ def test_every_panel_says_what_it_shows_and_asks_the_chosen_data_source(path: Pa
 
 
 @each_dashboard
-def test_every_variable_that_is_used_is_defined_and_the_other_way_round(path: Path) -> None:
+def test_the_used_variables_are_the_defined_ones(path: Path) -> None:
     defined = [variable["name"] for variable in read(path)["templating"]["list"]]
     body = re.sub(r"\$\{?__\w+(\.[^}]*\})?", "", path.read_text())
     used = set(re.findall(r"\$\{?([a-z_]+)", body))
@@ -148,7 +148,7 @@ def test_every_variable_that_is_used_is_defined_and_the_other_way_round(path: Pa
 
 
 @each_dashboard
-def test_links_lead_to_dashboards_of_ours_and_set_variables_that_those_have(path: Path) -> None:
+def test_links_lead_to_own_dashboards_with_their_variables(path: Path) -> None:
     variables = {read(file)["uid"]: {v["name"] for v in read(file)["templating"]["list"]} for file in FILES}
     links = re.findall(r'"url": "/d/([^?"]+)\?([^"]*)"', path.read_text())
     assert links
@@ -171,7 +171,7 @@ def test_every_query_tells_runs_and_machines_of_two_clusters_apart(path: Path) -
 
 
 @each_dashboard
-def test_every_query_is_about_metrics_labels_and_values_that_are_exported(path: Path) -> None:
+def test_every_query_uses_exported_metrics_labels_and_values(path: Path) -> None:
     metrics = exported_metrics()
     for where, expression in expressions(path):
         for selector in selectors(expression):

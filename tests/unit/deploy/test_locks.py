@@ -36,7 +36,7 @@ def constraints() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("lock", lock_images.LOCKS, ids=lambda lock: lock.name)
-def test_a_lock_has_what_the_project_asks_for_in_the_versions_it_is_tested_with(lock: lock_images.Lock) -> None:
+def test_a_lock_has_the_required_packages_in_tested_versions(lock: lock_images.Lock) -> None:
     locked, tested = pins(TEXTS[lock.name]), constraints()
     asked = [] if lock.extras else list(PROJECT["build-system"]["requires"])
     asked += [each for extra in lock.extras for each in PROJECT["project"]["optional-dependencies"][extra]]

@@ -23,7 +23,7 @@ def rules() -> Iterator[dict[str, Any]]:
             yield from group["rules"]
 
 
-def test_every_rule_is_about_metrics_labels_and_values_that_are_exported() -> None:
+def test_every_rule_uses_exported_metrics_labels_and_values() -> None:
     metrics = exported_metrics()
     seen = set()
     for rule in rules():
@@ -39,7 +39,7 @@ def test_every_rule_is_about_metrics_labels_and_values_that_are_exported() -> No
     assert len(seen) > 20
 
 
-def test_every_rule_keeps_the_cluster_and_the_namespace_of_a_run_and_reads_no_label_of_a_target() -> None:
+def test_every_rule_keeps_a_runs_cluster_and_namespace() -> None:
     for rule in rules():
         for text in (rule["expr"], *rule.get("annotations", {}).values()):
             for labels in label_lists(text):
@@ -55,7 +55,7 @@ def test_every_recorded_series_that_a_rule_reads_is_recorded() -> None:
         assert read <= recorded, rule.get("alert") or rule["record"]
 
 
-def test_every_alert_leads_to_a_dashboard_of_ours_with_variables_that_it_has() -> None:
+def test_every_alert_links_to_a_dashboard_with_its_variables() -> None:
     variables = {made["uid"]: {v["name"] for v in made["templating"]["list"]} for made in dashboards().values()}
     for rule in rules():
         if "alert" in rule:

@@ -69,14 +69,14 @@ def exported(probe: Path, **environment: str) -> dict[str, str]:
     return dict(line.removeprefix("export ").split("=", 1) for line in done.stdout.splitlines())
 
 
-def test_the_prolog_switches_the_probe_on_and_keeps_what_the_job_has(tmp_path: Path) -> None:
+def test_the_prolog_enables_the_probe_and_keeps_job_settings(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").touch()
     assert exported(tmp_path) == {"PYTHONPATH": str(tmp_path), "TEARDOWN_CUPTI": "1"}
     assert exported(tmp_path, PYTHONPATH="/a:/b", TEARDOWN_CUPTI="0") == {"PYTHONPATH": f"{tmp_path}:/a:/b"}
     assert exported(tmp_path, PYTHONPATH=f"/a:{tmp_path}") == {"TEARDOWN_CUPTI": "1"}
 
 
-def test_the_prolog_does_nothing_where_it_is_not_wanted_or_there_is_no_probe(tmp_path: Path) -> None:
+def test_the_prolog_does_nothing_when_unwanted_or_without_probe(tmp_path: Path) -> None:
     assert exported(tmp_path) == {}
     (tmp_path / "sitecustomize.py").touch()
     assert exported(tmp_path, RANKSCOPE_PROBE="0") == {}

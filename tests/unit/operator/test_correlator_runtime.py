@@ -84,7 +84,7 @@ def stub(runtime: CorrelatorRuntime) -> Iterator[CaptureServiceStub]:
         yield CaptureServiceStub(channel)
 
 
-def test_ranks_of_all_daemons_are_one_run_and_can_be_captured(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
+def test_ranks_of_all_daemons_form_one_capturable_run(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
     with correlator(tmp_path, daemons) as runtime, stub(runtime) as user:
         all_report(runtime)
         *_, last = user.StartCapture(pb.StartCaptureRequest(job=RUN, ranks="1,2", steps=3, id="mine"), timeout=60)
@@ -129,9 +129,7 @@ def test_profiles_and_stacks_of_a_run_come_from_all_daemons(tmp_path: Path, daem
             list(user.QueryProfile(profile_service_pb2.QueryProfileRequest(selection=selection), timeout=60))
 
 
-def test_a_hang_is_reported_with_the_stacks_of_all_daemons_and_kept_over_a_restart(
-    tmp_path: Path, daemons: list[ScriptedDaemon]
-) -> None:
+def test_a_hang_report_has_all_stacks_and_survives_a_restart(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
     with correlator(tmp_path, daemons) as runtime, grpc.insecure_channel(runtime.api_address) as channel:
         all_report(runtime)
         hang = Verdict(Kind.HANG, "no rank advances", Severity.ALARM)
@@ -181,7 +179,7 @@ def test_an_alert_captures_a_run_of_any_name_once(tmp_path: Path, daemons: list[
         assert daemons[1].starts[0].ranks == "3"
 
 
-def test_a_second_daemon_with_the_name_of_a_node_is_ignored(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
+def test_a_second_daemon_with_a_nodes_name_is_ignored(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
     twin = ScriptedDaemon(cast(Any, None), "node-b", [Spoken("", 3, 4, RUN, self_seconds=0.001)])
     twin.serve()
     try:
@@ -296,7 +294,7 @@ def test_the_console_is_for_browsers_with_a_clients_certificate(tmp_path: Path) 
                 answer(shown)
 
 
-def test_without_tls_the_console_has_no_login_and_shows_the_runs(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
+def test_without_tls_the_console_shows_runs_without_login(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
     with correlator(tmp_path, daemons, console=ConsoleSettings("127.0.0.1", 0)) as runtime:
         all_report(runtime)
         assert runtime.console is not None

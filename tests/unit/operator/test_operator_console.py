@@ -50,7 +50,7 @@ def test_the_operators_console_asks_the_api_server_about_its_callers(tmp_path: P
     console.stop()
 
 
-def test_it_shows_the_operators_certificate_and_has_no_other_way_for_others(tmp_path: Path) -> None:
+def test_a_public_console_needs_tls_and_serves_the_operators_certificate(tmp_path: Path) -> None:
     pair = Authority(tmp_path).issue("serving", "localhost")
     console = made(tmp_path, "0.0.0.0", (pair.certificate, pair.key)).console
     assert console is not None and console.url.startswith("https://")

@@ -183,7 +183,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     loop.ring.abandon()
 
 
-def test_the_steps_asked_for_are_recorded_from_the_step_agreed_on(loop: Loop) -> None:
+def test_the_requested_steps_are_recorded_from_the_agreed_step(loop: Loop) -> None:
     loop.ask(start_step=4, steps=2, options=Options(shapes=True, flops=True))
     loop.steps(3)
     assert loop.phase == ring_layout.PHASE_ARMED
@@ -227,7 +227,7 @@ def test_where_steps_have_no_annotation_the_boundary_itself_will_do(loop: Loop) 
     assert "5 stop" in loop.profiled
 
 
-def test_windows_follow_each_other_after_as_many_steps_and_are_handed_over_together(loop: Loop) -> None:
+def test_windows_repeat_after_equal_steps_and_are_delivered_together(loop: Loop) -> None:
     loop.ask(start_step=4, wait_steps=2, warmup_steps=1, steps=2, windows=3)
     loop.steps(17)
     assert [event for event in loop.profiled if event.endswith(("prepare", "start", "stop"))] == [
@@ -251,7 +251,7 @@ def test_windows_without_a_pause_begin_where_the_one_before_ended(loop: Loop) ->
     ]  # fmt: skip
 
 
-def test_a_profiler_of_the_users_between_windows_ends_the_capture_with_what_there_is(loop: Loop) -> None:
+def test_a_users_profiler_between_windows_ends_the_capture_early(loop: Loop) -> None:
     loop.ask(start_step=2, wait_steps=3, steps=1, windows=2)
     loop.steps(7)
     loop.notes.profiler._prepare_profiler()
@@ -382,7 +382,7 @@ def test_steps_on_a_thread_of_autograds_own_are_refused(loop: Loop) -> None:
     assert loop.answer is not None and "thread of autograd" in loop.answer.text
 
 
-def test_nothing_is_started_or_stopped_while_a_cuda_graph_is_captured(loop: Loop) -> None:
+def test_nothing_starts_or_stops_during_cuda_graph_capture(loop: Loop) -> None:
     loop.ask(start_step=3, steps=1)
     loop.steps(2)
     loop.notes.capturing_a_graph = True
@@ -421,7 +421,7 @@ def test_scarce_memory_refuses_a_capture_and_ends_one_early(loop: Loop, monkeypa
     assert answer.steps == 3
 
 
-def test_a_fork_ends_what_runs_and_a_child_takes_no_commands(loop: Loop) -> None:
+def test_a_fork_ends_the_capture_and_children_take_no_commands(loop: Loop) -> None:
     loop.ask(steps=100)
     loop.steps(2)
     loop.captures.before_fork()
@@ -446,7 +446,7 @@ def dumping(loop: Loop, **dumps: bytes) -> list[dict[str, bool]]:
     return asked
 
 
-def test_the_flight_recorder_is_handed_over_without_stacks_and_kept_until_it_is_dropped(loop: Loop) -> None:
+def test_the_flight_recorder_is_delivered_without_stacks_until_dropped(loop: Loop) -> None:
     asked = dumping(loop, _dump_fr_trace=b"records")
     loop.ask(verb=ring_layout.VERB_RECORDER)
     loop.steps(2)
@@ -463,7 +463,7 @@ def test_the_flight_recorder_is_handed_over_without_stacks_and_kept_until_it_is_
         os.fstat(answer.fd)
 
 
-def test_a_recorder_that_cannot_be_dumped_is_a_reason_and_captures_go_on(loop: Loop) -> None:
+def test_an_undumpable_recorder_gives_a_reason_and_captures_continue(loop: Loop) -> None:
     for dump, words in ((b"", "TORCH_FR_BUFFER_SIZE=2000"), (bytes(ring_layout.RECORDER_BYTES_MOST + 1), "bytes")):
         dumping(loop, _dump_fr_trace=dump)
         loop.ask(verb=ring_layout.VERB_RECORDER)

@@ -55,7 +55,7 @@ def sampler() -> DdpSampler:
     return sampler
 
 
-def test_figures_read_at_a_boundary_are_those_of_the_step_before(sampler: DdpSampler) -> None:
+def test_figures_at_a_boundary_belong_to_the_step_before(sampler: DdpSampler) -> None:
     model = Ddp()
     forward = []
     for boundary in range(6):
@@ -80,7 +80,7 @@ def test_with_a_rate_only_boundaries_with_new_figures_are_read(sampler: DdpSampl
 
 
 @pytest.mark.parametrize("is_inside_step", [False, True])
-def test_no_figures_of_an_older_step_are_taken_when_the_rate_changes(sampler: DdpSampler, is_inside_step: bool) -> None:
+def test_no_figures_of_older_steps_are_taken_after_rate_changes(sampler: DdpSampler, is_inside_step: bool) -> None:
     model = Ddp(cuda=True)
     found = {}
     for boundary in range(1, 200):
@@ -96,7 +96,7 @@ def test_no_figures_of_an_older_step_are_taken_when_the_rate_changes(sampler: Dd
     assert all(iteration == boundary - 1 for boundary, iteration in found.items()), found
 
 
-def test_the_rate_follows_the_length_of_a_step_so_that_the_cost_stays_below_a_thousandth(sampler: DdpSampler) -> None:
+def test_the_rate_follows_step_length_to_bound_the_cost(sampler: DdpSampler) -> None:
     model = Ddp(cuda=True)
     for step_seconds in (0.005, 0.05, 1.0):
         sampler.tune(step_seconds, 0)

@@ -31,7 +31,7 @@ def test_flops_per_step_win_over_the_models_shape() -> None:
         ("params=1,params=1", "twice"),
     ],
 )
-def test_a_bad_model_is_refused_with_its_name_the_reason_and_an_example(value: str, reason: str) -> None:
+def test_a_bad_model_is_refused_with_name_reason_and_example(value: str, reason: str) -> None:
     with pytest.raises(BadValueError, match=r"RANKSCOPE_MODEL.*" + reason + r".*example: RANKSCOPE_MODEL=params=7B"):
         declaration.flops_from_environment({"RANKSCOPE_MODEL": value})
 
@@ -47,7 +47,7 @@ def test_the_last_axis_of_the_layout_varies_fastest() -> None:
     ]
 
 
-def test_an_axis_without_a_cohort_takes_part_in_the_layout_only() -> None:
+def test_an_axis_without_a_cohort_only_affects_the_layout() -> None:
     assert declaration.coordinates("P", {"dp": 2, "cp": 2}, 3, 4) == {"data": 1}
 
 

@@ -92,7 +92,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(monkeypatch)
 
 
-def test_a_step_takes_as_long_as_on_the_device_although_the_host_is_done_in_a_moment(job: Job) -> None:
+def test_a_step_takes_its_device_time_despite_an_early_host(job: Job) -> None:
     job.spans.rate.every = 4
     for number in range(200):
         job.cuda.main.enqueue(58.0)
@@ -116,7 +116,7 @@ def test_a_late_host_is_never_ahead(job: Job) -> None:
     assert job.median("run_ahead") <= 6.0
 
 
-def test_nothing_is_said_of_a_step_that_the_device_has_not_finished(job: Job) -> None:
+def test_a_step_unfinished_on_the_device_is_not_recorded(job: Job) -> None:
     for _ in range(5):
         job.cuda.main.enqueue(100.0)
         job.cuda.pass_time(1.0)
@@ -189,7 +189,7 @@ def test_what_another_stream_waits_is_not_taken_for_exposed(job: Job) -> None:
     assert job.records[-5]["exposed"] != job.records[-5]["exposed"]
 
 
-def test_events_are_neither_recorded_nor_asked_for_while_a_graph_is_captured(job: Job) -> None:
+def test_events_are_neither_recorded_nor_queried_during_graph_capture(job: Job) -> None:
     job.spans.rate.every = 1
     for number in range(40):
         job.cuda.capturing = 10 <= number < 20
@@ -203,7 +203,7 @@ def test_events_are_neither_recorded_nor_asked_for_while_a_graph_is_captured(job
     assert job.median("span", skip=25) == pytest.approx(10.0)
 
 
-def test_an_evaluation_between_two_steps_is_left_out_of_the_spans(job: Job) -> None:
+def test_an_evaluation_between_two_steps_is_not_in_the_spans(job: Job) -> None:
     job.spans.rate.every = 1
     for number in range(60):
         job.cuda.main.enqueue(400.0 if number == 40 else 5.0)
@@ -226,7 +226,7 @@ def test_events_are_used_again(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("step_milliseconds", "marks"), [(5.0, 4), (30.0, 60), (500.0, 60), (4000.0, 400)])
-def test_sampling_keeps_to_its_budget_and_to_steps_that_all_ranks_sample(step_milliseconds: float, marks: int) -> None:
+def test_sampling_keeps_its_budget_and_samples_steps_common_to_ranks(step_milliseconds: float, marks: int) -> None:
     rates = []
     for jitter in (0.97, 1.0, 1.02):
         rate = collective_spans.Rate()
@@ -243,7 +243,7 @@ def test_sampling_keeps_to_its_budget_and_to_steps_that_all_ranks_sample(step_mi
     assert all(densest.is_sampled(step) for step in range(1, 5000) if rarest.is_sampled(step))
 
 
-def test_an_error_of_the_device_switches_the_probe_off_and_reaches_nobody(
+def test_a_device_error_disables_the_probe_without_reaching_the_program(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a failed kernel every call of CUDA raises; the program's own next call is the one to tell it."""

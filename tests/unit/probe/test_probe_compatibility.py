@@ -28,7 +28,7 @@ def interpreter(name: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_every_module_is_python_3_9_and_imports_only_the_standard_library_at_load(path: Path) -> None:
+def test_modules_are_python_3_9_and_load_only_the_stdlib(path: Path) -> None:
     tree = ast.parse(path.read_text(), feature_version=(3, 9))
     for node in tree.body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -57,9 +57,7 @@ def test_the_ring_and_the_parsing_work_on_python_3_9(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["python2.7", "python3.6", "python3.8", Path(sys.executable).name])
-def test_any_python_of_a_container_starts_quietly_and_still_runs_its_own_sitecustomize(
-    name: str, tmp_path: Path
-) -> None:
+def test_any_python_starts_quietly_and_runs_its_own_sitecustomize(name: str, tmp_path: Path) -> None:
     python = interpreter(name) or sys.executable  # the test still says something about this one
     own = tmp_path / "own"
     own.mkdir()
@@ -77,7 +75,7 @@ def test_any_python_of_a_container_starts_quietly_and_still_runs_its_own_sitecus
     assert done.stdout.startswith("ran " + str(own))
 
 
-def test_injection_works_where_rankscope_is_not_installed_and_api_calls_find_the_running_probe() -> None:
+def test_api_calls_find_the_injected_probe_without_rankscope_installed() -> None:
     code = (
         "import sys, rankscope.probe as p\n"
         "assert 'rankscope.probe.bootstrap' in sys.modules\n"
@@ -92,7 +90,7 @@ def test_injection_works_where_rankscope_is_not_installed_and_api_calls_find_the
     assert done.stdout.split() == ["1", str(FOLDER / "__init__.py")]
 
 
-def test_both_ways_in_start_one_probe_and_switching_off_starts_none() -> None:
+def test_both_entry_points_start_one_probe_and_disabling_starts_none() -> None:
     code = "import sys; print(sum(type(f).__name__ == 'TorchFinder' for f in sys.meta_path))"
     counts = []
     for value in ("1", "0"):
@@ -111,7 +109,7 @@ def test_a_broken_probe_package_does_not_stop_the_program(tmp_path: Path) -> Non
     assert done.stderr == "rankscope: probe disabled: half copied\n"
 
 
-def test_hooks_are_installed_after_torch_has_run_and_into_parts_that_come_later(tmp_path: Path) -> None:
+def test_hooks_are_installed_after_torch_runs_and_in_late_modules(tmp_path: Path) -> None:
     torch = tmp_path / "torch"
     torch.mkdir()
     (torch / "__init__.py").write_text("events = ['torch runs']")
@@ -140,7 +138,7 @@ def test_hooks_are_installed_after_torch_has_run_and_into_parts_that_come_later(
     ]
 
 
-def test_a_loader_that_serves_every_module_and_is_asked_twice_still_imports_torch(tmp_path: Path) -> None:
+def test_torch_imports_through_a_universal_loader_asked_twice(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("runs = True")
     (tmp_path / "other.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text(

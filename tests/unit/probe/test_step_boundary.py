@@ -93,7 +93,7 @@ def test_another_optimizer_takes_over_when_the_first_falls_silent() -> None:
     assert loop.steps == 1 + 10
 
 
-def test_an_optimizer_that_is_gone_is_replaced_at_once_and_not_kept_alive() -> None:
+def test_a_deleted_optimizer_is_replaced_at_once_and_not_retained() -> None:
     loop, first = Loop(), Optimizer()
     loop.step(first)
     del first
@@ -133,7 +133,7 @@ def test_a_step_that_raised_leaves_nothing_behind() -> None:
     assert loop.tally.ledger[torch_timers.OPTIMIZER_STARTED] == 0
 
 
-def test_an_exception_in_the_probe_is_one_line_and_the_end_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_disables_the_probe_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     loop, optimizer = Loop(), Optimizer()
     loop.fails = True
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_an_exception_in_the_probe_is_one_line_and_the_end_of_it(capsys: pytest.
     assert loop.steps == 1
 
 
-def test_a_step_that_the_scaler_leaves_out_took_its_time_and_counts_once() -> None:
+def test_a_step_skipped_by_the_scaler_counts_once() -> None:
     loop, model, other = Loop(), Optimizer(), Optimizer()
     for number in range(20):
         loop.scaler.step(model, overflows=number % 5 == 4)
@@ -171,7 +171,7 @@ def test_between_two_records_the_same_is_counted() -> None:
     assert loop.steps == 9, "steps that are marked replace those of optimizers"
 
 
-def test_a_probe_that_is_disabled_between_two_records_counts_nothing_more() -> None:
+def test_a_probe_disabled_between_two_records_counts_no_more_steps() -> None:
     loop, optimizer = Loop(), Optimizer()
     loop.flush_every_ns = 10**15
     for _ in range(3):

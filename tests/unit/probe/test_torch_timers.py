@@ -33,7 +33,7 @@ def test_results_exceptions_signature_and_name_pass_through() -> None:
         wrapped(1, "full")
 
 
-def test_a_call_inside_a_timed_call_is_counted_once_and_for_the_outer_cause() -> None:
+def test_a_nested_timed_call_counts_once_for_the_outer_cause() -> None:
     tally = tally_of_this_thread()
     inner = torch_timers.timed(lambda: time.sleep(0.002), tally, torch_timers.BLOCKING)
     outer = torch_timers.timed(inner, tally, torch_timers.INPUT)
@@ -44,7 +44,7 @@ def test_a_call_inside_a_timed_call_is_counted_once_and_for_the_outer_cause() ->
     assert tally.ledger[torch_timers.BLOCKING] >= 2_000_000
 
 
-def test_a_call_that_raises_is_counted_and_the_next_one_too() -> None:
+def test_calls_that_raise_are_counted_each_time() -> None:
     tally = tally_of_this_thread()
 
     def fails() -> None:
@@ -68,7 +68,7 @@ def test_other_threads_are_not_counted() -> None:
     assert tally.ledger[torch_timers.INPUT] == 0
 
 
-def test_an_exception_from_the_users_signal_handler_arrives_although_a_hook_was_running() -> None:
+def test_a_users_signal_handler_exception_passes_through_a_running_hook() -> None:
     def handler(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("the user's own time-out")
 

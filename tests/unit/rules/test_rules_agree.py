@@ -49,7 +49,7 @@ def queries(rule: dict[str, Any]) -> str:
     return "\n".join([rule["expr"], *re.findall(r'printf "([^}]*?(?:\{[^}]*\}[^}]*?)*)" \$', texts)])
 
 
-def test_every_alert_has_a_test_and_a_runbook_and_there_are_no_others() -> None:
+def test_alerts_tests_and_runbooks_match_one_to_one() -> None:
     assert stems("tests", ".yaml") == NAMES
     assert stems("runbooks", ".md") == NAMES
 
@@ -82,7 +82,7 @@ def test_a_threshold_that_a_rule_reads_has_one_default() -> None:
     assert not {one.name for one in table(Policy)} & {one.name for one in table(AlertThresholds)}
 
 
-def test_verdicts_that_rules_name_exist_and_every_finding_has_an_alert() -> None:
+def test_rules_name_existing_verdicts_and_every_finding_has_an_alert() -> None:
     text = "\n".join(rule["expr"] for rule in ALERTS)
     matchers = re.findall(r'verdict(?:=~|=|!=)"([a-z_|]+)"', text)
     named = {name for matcher in matchers for name in matcher.split("|")}
@@ -91,7 +91,7 @@ def test_verdicts_that_rules_name_exist_and_every_finding_has_an_alert() -> None
     assert {kind.value for kind in Kind if kind.is_finding} - named == {Kind.LOW_MFU.value}
 
 
-def test_recorded_series_are_named_by_level_metric_and_operation_and_all_that_is_read_is_recorded() -> None:
+def test_recorded_series_follow_the_naming_scheme_and_cover_every_read() -> None:
     recorded = {rule["record"] for rule in RECORDED}
     assert all(re.fullmatch(r"\w+:rankscope_\w+:\w+|rankscope:threshold:\w+", name) for name in recorded)
     read = set(re.findall(r"\w+:\w+:\w+", "\n".join(queries(rule) for rule in ALERTS + RECORDED)))
@@ -114,7 +114,7 @@ def test_every_metric_that_is_read_is_exported_or_agreed_on() -> None:
     assert not unknown
 
 
-def test_what_the_rules_read_of_ranks_and_gpus_is_exported_at_default_settings() -> None:
+def test_rank_and_gpu_series_in_rules_are_exported_by_default() -> None:
     status = replace(exporting.STATUS, metrics_detail=Config().metrics_detail)
     # Time in collectives by group is exported of ranks that do not know their self time.
     ranks = (exporting.full_rank(0), exporting.full_rank(1, without=("wait",)))
@@ -161,13 +161,13 @@ def test_an_alert_is_tested_through_all_that_may_happen(name: str) -> None:
     assert seen == rules, "every rule of an alert has an example with its texts"
 
 
-def test_every_recording_group_and_alert_group_is_evaluated_in_the_tests_in_order() -> None:
+def test_the_tests_evaluate_every_rule_group_in_order() -> None:
     order = [group["name"] for group in groups("recording.yaml") + groups("alerts.yaml")]
     for name in NAMES:
         assert yaml.safe_load((RULES / "tests" / f"{name}.yaml").read_text())["group_eval_order"] == order
 
 
-def test_every_alert_is_in_the_table_of_the_documents_with_its_severities() -> None:
+def test_the_documented_alert_table_has_every_alert_with_its_severities() -> None:
     text = (ROOT / "docs" / "alerts.md").read_text()
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| `Rankscope")]
     table = {cells[1].strip(" `"): cells[2] for cells in rows}
@@ -184,7 +184,7 @@ def test_alertmanager_knows_only_alerts_that_exist() -> None:
     assert set(re.findall(r'alertname="(\w+)"', text)) <= set(NAMES)
 
 
-def test_the_example_posts_alerts_to_the_port_where_they_are_received() -> None:
+def test_the_example_posts_alerts_to_the_receiving_port() -> None:
     parser = argparse.ArgumentParser()
     operator.add_arguments(parser)
     text = (RULES / "alertmanager.example.yaml").read_text()

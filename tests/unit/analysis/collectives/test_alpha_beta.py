@@ -46,7 +46,7 @@ def test_recovers_planted_latency_and_bandwidth_through_noise_and_outliers(
     assert found.residual_p50 == pytest.approx(1.0, abs=0.05)
 
 
-def test_does_not_claim_a_latency_that_the_sizes_do_not_show_and_never_a_negative_one() -> None:
+def test_claims_no_negative_latency_and_none_without_evidence() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         large = (2 ** rng.uniform(28, 33, 60)).astype(np.int64)
@@ -55,7 +55,7 @@ def test_does_not_claim_a_latency_that_the_sizes_do_not_show_and_never_a_negativ
         assert found.beta_bytes_per_second == pytest.approx(100e9, rel=0.1)
 
 
-def test_gives_the_bandwidth_of_the_golden_row_when_it_is_on_the_line() -> None:
+def test_predicts_the_golden_rows_time_from_its_bandwidth() -> None:
     golden = Fit("", ALL_REDUCE, 8, 5, 5, alpha_seconds=0.0, beta_bytes_per_second=485.1190995e9)
     assert golden.predict(np.array([17179869184]))[0] * 1e6 == pytest.approx(61974, abs=0.01)
 
@@ -98,7 +98,7 @@ def test_makes_no_bandwidth_out_of_the_noise_of_small_messages() -> None:
         assert "only latency" in found.reason and found.beta_bytes_per_second is None
 
 
-def test_tells_a_ring_from_a_tree_by_how_time_grows_with_ranks() -> None:
+def test_distinguishes_rings_from_trees_by_time_growth_with_ranks() -> None:
     for algorithm in Algorithm:
         parts = []
         for ranks in (4, 16, 64, 256):

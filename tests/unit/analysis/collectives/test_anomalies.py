@@ -28,7 +28,7 @@ def test_a_healthy_group_with_outliers_is_no_anomaly(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(120, 200), (60, 200), (0, 80)])
-def test_finds_a_group_that_is_slow_for_a_while_even_for_most_of_the_time(first: int, last: int) -> None:
+def test_finds_a_temporarily_slow_group_even_if_mostly_slow(first: int, last: int) -> None:
     (found,) = anomalies(slowed(healthy(1), first, last, 2.5))
     assert found.against == "own" and found.severity is Severity.ALARM
     assert found.ratio == pytest.approx(2.5, rel=0.15)
@@ -37,7 +37,7 @@ def test_finds_a_group_that_is_slow_for_a_while_even_for_most_of_the_time(first:
     assert found.lost_ratio > 0.3
 
 
-def test_a_slowness_below_the_threshold_or_for_a_moment_is_none() -> None:
+def test_slight_or_momentary_slowness_is_no_anomaly() -> None:
     assert anomalies(slowed(healthy(1), 100, 200, 1.3)) == ()
     assert anomalies(slowed(healthy(1), 100, 106, 4.0)) == ()
 
@@ -50,7 +50,7 @@ def test_judges_one_size_against_itself_where_there_is_no_line() -> None:
     assert found.against == "own"
 
 
-def test_finds_the_one_slow_link_among_groups_that_do_the_same() -> None:
+def test_finds_the_one_slow_link_among_equal_groups() -> None:
     groups = [healthy(n, 60, f"dp_{n}", beta_gbps=40 if n == 2 else 100) for n in range(5)]
     (found,) = anomalies(together(*groups))
     assert (found.group, found.against, found.severity) == ("dp_2", "peers", Severity.ALARM)
@@ -69,7 +69,7 @@ def test_does_not_hold_one_kind_of_group_against_another() -> None:
     assert anomalies(together(*inside, *between)) == ()
 
 
-def test_a_benchmark_that_walks_through_sizes_has_no_windows_in_time() -> None:
+def test_a_benchmark_over_sizes_has_no_time_windows() -> None:
     rng = np.random.default_rng(4)
     # A protocol that is bad at middling sizes: the same at any time.
     walked = slowed(observe(np.sort(sizes(rng, 60)), rng=rng), 20, 40, 4.0)

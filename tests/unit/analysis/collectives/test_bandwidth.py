@@ -39,7 +39,7 @@ def test_follows_the_factors_of_nccl_tests(kind: CollectiveKind, factor: float) 
     assert bus_factor(one(kind), one(8))[0] == factor
 
 
-def test_has_no_bus_bandwidth_of_a_barrier_an_unknown_group_or_an_instant() -> None:
+def test_barriers_unknown_groups_and_instants_have_no_bus_bandwidth() -> None:
     assert np.isnan(bus_factor(one(CollectiveKind.BARRIER), one(8))[0])
     assert np.isnan(bus_factor(one(CollectiveKind.ALL_REDUCE), one(-1))[0])
     assert np.isnan(algorithm_gbps(one(8), one(0))[0]) and np.isnan(algorithm_gbps(one(-1), one(5))[0])

@@ -30,7 +30,7 @@ def made(evidence: Evidence, verdict: Verdict = VERDICT) -> HangReport:
     return report
 
 
-def test_the_collective_and_the_place_of_the_rank_that_never_entered_are_one_sentence() -> None:
+def test_one_sentence_names_the_collective_and_the_absent_ranks_location() -> None:
     stacks = {rank: SAVES if rank == 17 else WAITS for rank in range(64)}
     report = made(Evidence(stacks, records={rank: make_tail(dump) for rank, dump in hung_job().items()}))
     assert report.headline == (
@@ -65,7 +65,7 @@ def test_different_sizes_types_and_operations_are_named() -> None:
         assert [(row.ranks, row.finding) for row in report.collectives[:2]] == [("0", words), ("1", words)]
 
 
-def test_the_rank_that_disagrees_with_most_is_the_culprit_and_the_caller_is_named() -> None:
+def test_the_minority_rank_is_the_culprit_and_callers_are_named() -> None:
     """As NCCL recorded it: the small collective ends on the ranks that agree, the large one never does."""
     agreed = [record(1), record(2, sizes=[[16]])]
     large = [record(1), record(2, sizes=[[1 << 22]], state="scheduled"), record(3, state="scheduled")]
@@ -82,7 +82,7 @@ def test_the_rank_that_disagrees_with_most_is_the_culprit_and_the_caller_is_name
     assert report.headline.endswith("rank 3 in all_reduce [4194304] Float, ranks 0-2 in reduce_metrics (metrics.py:7)")
 
 
-def test_a_rank_in_another_collective_is_told_from_one_that_never_entered() -> None:
+def test_a_rank_in_another_collective_differs_from_an_absent_one() -> None:
     groups = {"0": range(3), "ckpt": range(3)}
     waits = [record(1), record(2, state="scheduled")]
     elsewhere = [record(1), record(1, group="ckpt", state="scheduled")]
@@ -92,7 +92,7 @@ def test_a_rank_in_another_collective_is_told_from_one_that_never_entered() -> N
     assert {("0-1", "waits"), ("2", "in another collective")} <= found
 
 
-def test_without_recorders_the_places_are_the_sentence_and_the_reasons_are_kept() -> None:
+def test_without_recorders_the_headline_has_places_and_gaps_have_reasons() -> None:
     off = "the job was started without TORCH_FR_BUFFER_SIZE"
     report = made(Evidence({0: WAITS, 17: SAVES}, {3: "its node did not answer for it"}, {}, {0: off, 17: off}))
     assert report.headline == "rank 17 in save_checkpoint (ckpt.py:51), rank 0 in all_reduce (train.py:118)"
@@ -114,7 +114,7 @@ def test_without_any_evidence_the_verdict_is_the_sentence() -> None:
     assert (report.headline, report.problems) == (VERDICT.reason, ("node-b: no answer within 20 s",))
 
 
-def test_a_job_of_as_many_places_as_ranks_makes_a_bounded_report() -> None:
+def test_a_report_of_as_many_places_as_ranks_is_bounded() -> None:
     frames = [f"{'f' * 5000}{number} (/app/{'d' * 5000}.py:{number})" for number in range(60)]
     stacks = {rank: [f"place {rank}", *frames] for rank in range(200)}
     reasons = {rank: f"{rank} {'x' * 5000}" for rank in range(200)}

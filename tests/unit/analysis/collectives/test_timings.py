@@ -28,7 +28,7 @@ NCCL_TESTS = f"""\
 """
 
 
-def test_reads_the_table_of_all_reduce_perf_with_ranks_operation_and_both_times() -> None:
+def test_reads_ranks_operation_and_both_times_from_all_reduce_perf() -> None:
     observed = read_text(NCCL_TESTS)
     assert len(observed) == 10 and not observed.in_order
     assert set(observed.ranks.tolist()) == {8} and set(observed.kind.tolist()) == {CollectiveKind.ALL_REDUCE}
@@ -37,7 +37,7 @@ def test_reads_the_table_of_all_reduce_perf_with_ranks_operation_and_both_times(
     assert fit.beta_bytes_per_second == pytest.approx(485e9, rel=0.03)
 
 
-def test_takes_the_operation_from_the_file_s_name_or_the_option_where_the_output_does_not_say() -> None:
+def test_takes_a_missing_operation_from_the_file_name_or_option() -> None:
     gathered = NCCL_TESTS.replace("485.12", "242.56").replace("475.70", "237.85").replace("270.35", "135.18")
     gathered = gathered.replace("485.15", "242.58").replace("475.95", "237.97").replace("274.14", "137.07")
     with pytest.raises(UnreadableError, match="give --op"):
@@ -80,7 +80,7 @@ def test_reads_the_same_from_every_format(text: str) -> None:
     assert list(observed.time_seconds) == [1, 2] and list(observed.ranks) == [8, 8]
 
 
-def test_knows_no_ranks_and_no_time_where_they_are_not_told() -> None:
+def test_unstated_ranks_and_times_are_unknown() -> None:
     observed = read_text("op,bytes,us\nall_reduce,1024,20\n")
     assert list(observed.ranks) == [-1] and np.isnan(observed.time_seconds).all()
     assert list(read_text("op,bytes,us\nall_reduce,1024,20\n", ranks=4).ranks) == [4]

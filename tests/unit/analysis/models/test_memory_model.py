@@ -67,7 +67,7 @@ def test_zero_shards_as_its_paper_says(zero: int, gigabytes: float) -> None:
     ("optimizer", "weight_bytes", "expected"),
     [("adam", 2, 12), ("adam8bit", 2, 6), ("sgd-momentum", 2, 8), ("sgd", 2, 4), ("adam", 4, 8), ("sgd", 4, 0)],
 )
-def test_an_optimizer_holds_its_moments_and_a_master_copy_of_short_weights(
+def test_an_optimizer_holds_moments_and_master_copies_of_short_weights(
     optimizer: str, weight_bytes: int, expected: float
 ) -> None:
     model = gpt(768, 12, 12)
@@ -75,7 +75,7 @@ def test_an_optimizer_holds_its_moments_and_a_master_copy_of_short_weights(
     assert predict_memory(model, Spread(), training)[0].optimizer_bytes == expected * model.parameters
 
 
-def test_the_first_stage_keeps_the_most_micro_batches_and_no_parameter_is_lost() -> None:
+def test_the_first_stage_keeps_the_most_micro_batches() -> None:
     model = read_config(
         {
             "model_type": "llama",

@@ -86,7 +86,7 @@ def test_an_open_form_is_guessed_aloud() -> None:
     assert find_peak("h100 sxm").note == find_peak("A100").note == ""
 
 
-def test_a_device_without_bf16_is_held_against_fp16_unless_bf16_was_asked_for() -> None:
+def test_a_device_without_bf16_uses_fp16_unless_bf16_is_requested() -> None:
     assert find_peak("Tesla T4").dtype == "fp16"
     assert peak_flops_per_second("Tesla V100-SXM2-32GB") == 125e12
     with pytest.raises(PeakError, match="T4 has no published dense bf16 peak; it has fp32, fp16, int8"):

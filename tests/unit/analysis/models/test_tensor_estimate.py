@@ -41,11 +41,11 @@ def test_a_transformer_step_is_met_within_eight_percent() -> None:
     assert estimate == pytest.approx(525e12, rel=0.05)
 
 
-def test_under_the_power_cap_the_pipe_alone_would_say_far_too_much() -> None:
+def test_under_the_power_cap_pipe_activity_alone_overestimates() -> None:
     assert 0.970 * 989 > 1.4 * 673.3
 
 
-def test_work_in_several_pipes_adds_up_each_with_its_own_peak() -> None:
+def test_several_pipes_add_up_each_with_its_own_peak() -> None:
     active = {"any": 0.7, "hmma": 0.4, "imma": 0.1, "dfma": 0.2}
     estimate = estimated_flops_per_second(active, {"hmma": 1000e12, "dfma": 60e12}, 1e9, 2e9)
     assert estimate == pytest.approx((400e12 + 12e12) / 2)
@@ -64,11 +64,11 @@ def test_pipes_that_are_not_told_apart_count_as_half_precision() -> None:
     assert rest == pytest.approx(203e12)
 
 
-def test_fp32_work_that_leaves_the_tensor_pipe_alone_is_zero_and_not_unknown() -> None:
+def test_fp32_work_outside_the_tensor_pipe_is_zero_not_unknown() -> None:
     assert estimated_flops_per_second(IDLE, PEAKS, 1980 * MHZ, 1980 * MHZ) == 0.0
 
 
-def test_a_pipe_without_a_known_peak_matters_only_where_it_works() -> None:
+def test_an_unknown_peak_matters_only_for_an_active_pipe() -> None:
     assert estimated_flops_per_second({"hmma": 0.5, "dfma": 0.0}, HALF, 2e9, 2e9) == pytest.approx(494.5e12)
     assert estimated_flops_per_second({"hmma": 0.5, "dfma": 0.1}, HALF, 2e9, 2e9) is None
 
@@ -96,7 +96,7 @@ def test_what_is_not_known_or_not_sensible_gives_no_estimate(
     assert estimated_flops_per_second(active, peaks, clock, highest) is None
 
 
-def test_a_boost_above_the_maximum_is_no_more_than_the_peak() -> None:
+def test_a_boost_above_the_maximum_clock_counts_as_the_peak() -> None:
     assert estimated_hfu_ratio({"hmma": 1.0}, 2.1e9, 2.0e9) == 1.0
 
 

@@ -28,7 +28,7 @@ def _blocks(svg: str) -> dict[str, tuple[float, float, str]]:
     return found
 
 
-def test_bars_are_as_long_as_their_values_and_the_marked_one_stands_out() -> None:
+def test_bar_lengths_match_values_and_the_marked_bar_stands_out() -> None:
     blocks = _blocks(charts.bars(["a", "b", "c"], [100.0, 50.0, None], axis=TIME, marked=[1]))
     assert list(blocks) == ["a: 100 µs", "b: 50 µs"]
     assert blocks["b: 50 µs"][1] == pytest.approx(blocks["a: 100 µs"][1] / 2, abs=0.02)
@@ -43,7 +43,7 @@ def test_stacked_parts_follow_each_other_without_gap_or_overlap() -> None:
     assert len({colour for _, _, colour in blocks}) == 3
 
 
-def test_a_missing_value_breaks_a_line_and_a_log_axis_leaves_zero_out() -> None:
+def test_missing_values_break_lines_and_log_axes_omit_zero() -> None:
     svg = charts.lines([0, 1, 2, 3, 4], [Series("r", [1.0, 2.0, None, 1.0, 3.0])], across=Axis("step"), up=TIME)
     assert len(list(ElementTree.fromstring(svg).iter(f"{SVG}polyline"))) == 2
     clouds = [Cloud("ops", [0.0, 10.0, 1000.0], [1.0, 10.0, math.inf], notes=["zero", "shown", "infinite"])]
@@ -60,12 +60,12 @@ def test_a_heat_map_tells_every_cell_and_hatches_the_missing() -> None:
     assert [fills[0], fills[3]] == colours.scale_hex([0.0, 1.0])
 
 
-def test_cells_that_are_all_alike_are_not_painted_as_an_alarm() -> None:
+def test_equal_cells_are_not_painted_as_an_alarm() -> None:
     blocks = _blocks(heat_map(np.ones((2, 2)), row_labels=["a", "b"], column_labels=["c", "d"]))
     assert {colour for _, _, colour in blocks.values()} == set(colours.scale_hex([0.0]))
 
 
-def test_lightness_rises_evenly_along_the_scale_and_no_colour_of_it_is_grey() -> None:
+def test_scale_lightness_rises_evenly_and_no_colour_is_grey() -> None:
     rgb = colours.scale_rgb(np.linspace(0, 1, 64)).astype(float) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     lightness = np.cbrt(linear @ (0.2126, 0.7152, 0.0722))
@@ -74,7 +74,7 @@ def test_lightness_rises_evenly_along_the_scale_and_no_colour_of_it_is_grey() ->
     assert (rgb.max(axis=1) - rgb.min(axis=1)).min() > 0.15
 
 
-def test_names_out_of_a_hostile_file_are_shown_and_never_run() -> None:
+def test_names_from_a_hostile_file_are_shown_and_never_run() -> None:
     plots = [
         charts.bars([HOSTILE], [1.0], axis=TIME, title=HOSTILE),
         charts.stacked_bars([HOSTILE], [Series(HOSTILE, [1.0])], axis=Axis(HOSTILE, HOSTILE)),
@@ -89,7 +89,7 @@ def test_names_out_of_a_hostile_file_are_shown_and_never_run() -> None:
     assert "<script" not in text and "\x00" not in text and "http:" not in text and "https:" not in text
 
 
-def test_a_table_breaks_words_only_where_they_are_too_long_for_a_page() -> None:
+def test_a_table_breaks_only_words_too_long_for_a_page() -> None:
     kernel = "void_at_native_vectorized_elementwise_kernel<4,CUDAFunctor_add<float>>"
     rows = [["kernels launched one by one", "1 ms", f"{kernel} is first"]]
     drawn = page("t", [Section("s", tables=[Table(["loss", "per step", "evidence"], rows, [False, True, False])])])
@@ -98,7 +98,7 @@ def test_a_table_breaks_words_only_where_they_are_too_long_for_a_page() -> None:
     assert {line.partition(" ")[0] for line in styles} == {"p", "td.w"}
 
 
-def test_labels_of_bars_differ_where_the_names_do_and_the_full_name_is_in_the_tooltip() -> None:
+def test_bar_labels_differ_and_tooltips_have_the_full_names() -> None:
     names = [
         f"void at::native::reduce_kernel<512, 1, at::native::{name}<float>, {'x' * 60}>" for name in ("Max", "Min")
     ]

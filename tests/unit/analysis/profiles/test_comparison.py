@@ -47,7 +47,7 @@ def job(chosen: random.Random, samples: int, rank: int, slow: float = 0.0) -> Pr
     return profile(dict(counts), rank)
 
 
-def test_the_users_line_is_named_before_its_callers_and_the_library_it_calls() -> None:
+def test_the_users_line_comes_before_its_callers_and_libraries() -> None:
     peers = merge([mixed(0.02, 2000, rank) for rank in (0, 1, 2)])
     found = compare(mixed(0.41, 2000, rank=3), peers).excesses
     assert [one.frame for one in found] == [LOAD, LOOP, DECODE, FETCH]
@@ -69,7 +69,7 @@ def test_ten_samples_prove_nothing() -> None:
     assert compare(mixed(1.0, 6000), mixed(0.0, 10)).reason == "10 samples of the reference are too few to compare"
 
 
-def test_a_rank_is_not_in_excess_if_one_of_its_peers_does_the_same() -> None:
+def test_a_rank_matched_by_one_peer_is_not_in_excess() -> None:
     quiet = [mixed(0.02, 6000, rank) for rank in (0, 1, 2)]
     assert compare(mixed(0.3, 6000, rank=3), merge(quiet)).excesses
     assert not compare(mixed(0.3, 6000, rank=3), merge([*quiet, mixed(0.31, 6000, rank=4)])).excesses

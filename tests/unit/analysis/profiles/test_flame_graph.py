@@ -84,7 +84,7 @@ def test_the_page_holds_the_tree_of_both_profiles() -> None:
     assert Page(flame_graph(PROFILE, "rank 3")).data["compared"] is False
 
 
-def test_the_page_names_no_other_resource_and_allows_only_its_own_script_and_style() -> None:
+def test_the_page_uses_and_allows_only_its_own_resources() -> None:
     content = flame_graph(PROFILE, "rank 3").decode()
     page = Page(content.encode())
     assert not re.search(r"https?:|//[a-z]|url\(|@import", content.replace("// ", ""))

@@ -104,7 +104,7 @@ def test_shortened_file_names_name_the_same_phase() -> None:
     assert phase_of([Frame("Adam.step", "torch/optim/adam.py", 1)]) == "optimizer"
 
 
-def test_the_probes_stopwatch_is_recognised_by_the_name_it_really_has() -> None:
+def test_the_probes_timer_is_recognised_by_its_actual_name() -> None:
     code = timed(len, Tally(), 0).__code__
     assert phase_of([Frame(code.co_name, code.co_filename, 1)]) == "communication"
 

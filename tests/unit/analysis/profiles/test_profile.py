@@ -53,7 +53,7 @@ def test_a_merged_profile_is_the_sum_of_its_parts(parts: list[list[SampledStack]
 
 
 @given(SAMPLED, st.sets(st.integers(0, 3)), st.sets(st.sampled_from(["input", "forward", ""])))
-def test_a_filter_keeps_the_rows_of_its_ranks_threads_and_phases(
+def test_a_filter_keeps_rows_of_its_ranks_threads_and_phases(
     sampled: list[SampledStack], ranks: set[int], phases: set[str]
 ) -> None:
     kept = Profile.of(sampled).filter(ranks=ranks, threads={"pin"}, phases=phases)
@@ -70,7 +70,7 @@ def test_the_top_table_counts_a_recursive_frame_once_per_sample(sampled: list[Sa
         assert totals[frame] == FrameTotal(frame, leaf, samples)
 
 
-def test_the_top_table_begins_with_the_frame_that_has_most_samples_of_its_own() -> None:
+def test_the_top_table_starts_with_the_largest_own_sample_count() -> None:
     profile = Profile.of([SampledStack((READ, LOAD, MAIN), 3, 300), SampledStack((STEP, MAIN), 5, 500)])
     assert profile.top(2) == [FrameTotal(STEP, 5, 5), FrameTotal(READ, 3, 3)]
 

@@ -73,7 +73,7 @@ def test_numbers_that_cannot_be_are_refused(break_it: Callable[[Any], object]) -
         read_pprof(packed(broken))
 
 
-def test_what_expands_beyond_the_limit_is_refused_before_it_is_held() -> None:
+def test_a_profile_that_expands_beyond_the_limit_is_refused() -> None:
     with pytest.raises(PprofError, match="larger than"):
         read_pprof(gzip.compress(bytes(65 << 20), 1))
 

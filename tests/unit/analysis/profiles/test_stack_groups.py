@@ -39,17 +39,17 @@ def test_the_odd_rank_comes_first_and_both_places_are_named() -> None:
     assert [str(odd), str(rest)] == ["rank 17 in save_checkpoint (ckpt.py:51)", "63 ranks in all_reduce (train.py:40)"]
 
 
-def test_of_two_ranks_the_one_that_does_not_wait_comes_first() -> None:
+def test_of_two_ranks_the_non_waiting_one_comes_first() -> None:
     assert [group.ranks for group in group_stacks({0: in_all_reduce(), 1: IN_CHECKPOINT})] == [(1,), (0,)]
 
 
-def test_lines_inside_libraries_do_not_separate_ranks_and_lines_of_the_program_do() -> None:
+def test_only_lines_of_the_program_separate_ranks() -> None:
     assert [group.ranks for group in group_stacks({0: in_all_reduce(1), 1: in_all_reduce(2)})] == [(0, 1)]
     elsewhere = [line.replace("train.py:40", "train.py:44") for line in in_all_reduce()]
     assert [group.ranks for group in group_stacks({0: in_all_reduce(), 1: elsewhere})] == [(0,), (1,)]
 
 
-def test_a_rank_without_a_stack_and_a_program_without_lines_of_its_own_have_groups_too() -> None:
+def test_ranks_without_a_stack_or_program_lines_get_groups() -> None:
     unknown, library = group_stacks({0: [], 1: in_all_reduce()[:1]})
     assert (str(unknown), unknown.phase) == ("rank 0 in an unknown place", "")
     assert str(library) == "rank 1 in all_reduce (distributed_c10d.py:2810)"

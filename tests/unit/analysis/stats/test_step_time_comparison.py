@@ -31,7 +31,7 @@ def test_equal_runs_are_seldom_called_different(alike: float) -> None:
     assert alarms <= 0.07 * pairs
 
 
-def test_a_test_that_took_steps_for_independent_would_raise_alarms_here() -> None:
+def test_assuming_independent_steps_raises_false_alarms_on_this_noise() -> None:
     """The healthy twin of the test above: its noise is such that the naive method fails."""
     random = np.random.default_rng(7)
     alarms = 0
@@ -42,7 +42,7 @@ def test_a_test_that_took_steps_for_independent_would_raise_alarms_here() -> Non
     assert alarms > 20
 
 
-def test_runs_in_two_groups_of_steps_are_not_called_different_by_their_gap() -> None:
+def test_runs_alternating_between_two_step_times_do_not_differ() -> None:
     random = np.random.default_rng(3)
 
     def alternating() -> Floats:
@@ -52,7 +52,7 @@ def test_runs_in_two_groups_of_steps_are_not_called_different_by_their_gap() -> 
     assert sum(compare([alternating()], [alternating()]).significant for _ in range(100)) <= 8
 
 
-def test_three_percent_are_found_in_200_steps_of_five_percent_noise() -> None:
+def test_a_three_percent_difference_is_found_in_200_noisy_steps() -> None:
     random = np.random.default_rng(11)
     found = [compare([noisy(random, 200, 0.0)], [noisy(random, 200, 0.0) * 1.03]) for _ in range(60)]
     assert sum(result.significant for result in found) >= 54
@@ -70,7 +70,7 @@ def test_a_run_against_itself_is_no_difference() -> None:
     assert (result.median.ci_low or 0) < 0 < (result.median.ci_high or 0)
 
 
-def test_the_difference_is_the_ratio_of_medians_and_the_interval_agrees_with_p() -> None:
+def test_difference_is_the_ratio_of_medians_and_interval_matches_p() -> None:
     random = np.random.default_rng(2)
     for factor in (0.9, 0.99, 1.0, 1.02, 1.5):
         a, b = noisy(random, 150, 0.4), noisy(random, 170, 0.4) * factor
@@ -93,7 +93,7 @@ def test_constant_times_differ_or_not_without_a_division_by_zero() -> None:
     assert slower.median.ci_low == slower.median.ci_high == pytest.approx(0.1)
 
 
-def test_a_coarse_clock_does_not_prove_a_difference_smaller_than_its_grain() -> None:
+def test_a_coarse_clock_proves_no_difference_below_its_resolution() -> None:
     random = np.random.default_rng(5)
     a, b = (np.round(time + 0.1 * random.standard_normal(200)) for time in (12.45, 12.55))
     assert abs(np.median(b) / np.median(a) - 1) > 0.05
@@ -117,7 +117,7 @@ def test_slow_steps_that_the_median_hides_show_in_the_mean() -> None:
     assert abs(result.median.difference_ratio) < 0.01
 
 
-def test_runs_that_differ_from_process_to_process_are_compared_as_runs() -> None:
+def test_runs_that_vary_by_process_are_compared_as_runs() -> None:
     random = np.random.default_rng(8)
 
     def runs(count: int, factor: float) -> list[Floats]:

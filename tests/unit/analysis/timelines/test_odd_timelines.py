@@ -70,7 +70,7 @@ def test_rows_written_twice_count_once() -> None:
     assert any("duplicate rows" in note for note in report.notes)
 
 
-def test_steps_of_another_number_of_micro_batches_get_a_graph_of_their_own() -> None:
+def test_steps_with_another_micro_batch_count_get_their_own_graph() -> None:
     long, short = recorded(12), simulate(Shape(3, 4, 1, 2), 12, fault=SLOW, seed=4)
     short["step"] = short["step"] + 100
     mixed = {name: np.concatenate([long[name], short[name]]) for name in long}
@@ -80,7 +80,7 @@ def test_steps_of_another_number_of_micro_batches_get_a_graph_of_their_own() -> 
     assert report.steps.tolist() == [*range(12), *range(100, 112)]
 
 
-def test_an_unknown_operation_between_the_others_is_work_and_one_beside_them_is_left_out() -> None:
+def test_unknown_operations_are_work_unless_they_overlap_others() -> None:
     columns = recorded()
     after = columns["optype"] == "gc"
     extra = kept(columns, after)
@@ -126,7 +126,7 @@ def test_sends_and_receives_that_meet_nobody_may_be_written_too() -> None:
     assert report.decomposition.slowdown == pytest.approx(plain.decomposition.slowdown, rel=0.01)
 
 
-def test_reduce_scatters_beside_a_separate_all_reduce_hang_on_their_backward() -> None:
+def test_reduce_scatters_beside_a_separate_all_reduce_depend_on_backward() -> None:
     """Overlapped with the backward of the other micro-batches' ranks, a scatter that is done early costs nothing."""
     columns = recorded(fault=None)
     scatters = columns["optype"] == "grads-reduce-scatter"
@@ -141,7 +141,7 @@ def test_reduce_scatters_beside_a_separate_all_reduce_hang_on_their_backward() -
     assert 0 < added < 0.006
 
 
-def test_replicas_without_all_their_stages_are_left_out_and_too_few_ranks_are_not_judged() -> None:
+def test_incomplete_replicas_are_skipped_and_too_few_ranks_not_judged() -> None:
     columns = recorded()
     report = judged(kept(columns, ~((columns["dp_rank"] == 3) & (columns["stage"] == 0))), JobSizes(data=4))
     assert report.data_ranks.tolist() == [0, 1, 2]
@@ -156,7 +156,7 @@ def test_fewer_than_twenty_steps_are_not_judged_but_measured() -> None:
     assert any("slow_rank" in note for note in report.notes)
 
 
-def test_a_rank_number_that_stands_in_two_places_is_not_believed() -> None:
+def test_rank_numbers_that_repeat_across_places_are_ignored() -> None:
     columns = recorded()
     columns["rank"] = columns["rank"] % 4
     report = judged(columns)
@@ -164,7 +164,7 @@ def test_a_rank_number_that_stands_in_two_places_is_not_believed() -> None:
     assert any("rank column" in note for note in report.notes)
 
 
-def test_a_file_that_writes_one_rank_for_its_tensor_parallel_group_says_so() -> None:
+def test_one_written_rank_per_tensor_parallel_group_is_noted() -> None:
     columns = recorded()
     columns["rank"] = columns["rank"] * 4
     report = judged(columns, JobSizes(pipeline=3, data=4, tensor=4))
@@ -172,7 +172,7 @@ def test_a_file_that_writes_one_rank_for_its_tensor_parallel_group_says_so() -> 
     assert any("4 tensor-parallel ranks" in note for note in report.notes)
 
 
-def test_half_of_a_stage_being_slow_is_how_the_work_is_dealt_out() -> None:
+def test_half_of_a_stage_being_slow_is_uneven_data() -> None:
     fault = Fault(compute=lambda step, place: 1.5 if place[1] < 2 else 1.0)
     verdict = judged(recorded(fault=fault)).judgement.verdict
     assert (verdict.kind, verdict.culprits) == (Kind.DATA_IMBALANCE, ())

@@ -110,18 +110,18 @@ def test_a_rank_below_the_threshold_is_left_alone(shape: Shape, seed: int, data:
     assert found(judged(shape, seed, slowing(culprit, 1.05)))[0] is Kind.HEALTHY
 
 
-def test_one_bad_step_is_neither_a_slow_rank_nor_uneven_data() -> None:
+def test_a_job_with_one_bad_step_is_healthy() -> None:
     fault = Fault(compute=lambda step, place: 8.0 if (step, place) == (11, (1, 2, 0)) else 1.0)
     assert found(judged(Shape(2, 4), 1, fault))[0] is Kind.HEALTHY
 
 
-def test_with_one_rank_per_stage_a_slow_rank_is_a_slow_stage_and_the_report_says_so() -> None:
+def test_with_one_rank_per_stage_the_slow_stage_is_named() -> None:
     report = judged(Shape(4, 1, micro_batches=8), 1, slowing((2, 0, 0), 1.6))
     assert found(report) == (Kind.SLOW_STAGE, (), 2)
     assert any("cannot be distinguished" in note for note in report.notes)
 
 
-def test_of_two_faults_the_costlier_is_the_verdict_and_the_other_a_note() -> None:
+def test_the_costlier_fault_is_the_verdict_and_the_other_noted() -> None:
     def compute(step: int, place: Place) -> float:
         return (2.5 if place == (0, 1, 0) else 1.0) * (1.3 if place[0] == 3 else 1.0)
 
@@ -136,13 +136,13 @@ def test_a_rank_that_is_slow_now_and_then_is_slow() -> None:
     assert found(analyze(read_columns(columns))) == (Kind.SLOW_RANK, (6,), None)
 
 
-def test_a_rank_that_was_slow_for_a_while_only_is_not_slow() -> None:
+def test_a_rank_slow_only_for_a_while_is_not_slow() -> None:
     fault = Fault(compute=lambda step, place: 2.5 if place == (1, 2, 0) and step < 14 else 1.0)
     columns = simulate(Shape(2, 4), 40, fault=fault, seed=1)
     assert found(analyze(read_columns(columns)))[0] is not Kind.SLOW_RANK
 
 
-def test_a_bad_step_here_and_there_does_not_make_a_stage_slow() -> None:
+def test_occasional_bad_steps_do_not_make_a_stage_slow() -> None:
     def compute(step: int, place: Place) -> float:
         return 2.0 if place[0] == (step * 7 + step // 3) % 2 else 1.0
 

@@ -46,7 +46,7 @@ def test_a_receive_is_posted_after_the_compute_before_it() -> None:
     assert seconds(made) == 14
 
 
-def test_a_delay_before_an_operation_is_left_out_of_the_replay() -> None:
+def test_the_replay_omits_delays_before_operations() -> None:
     made = model((0, 0, "forward-compute", 5, 6), (0, 0, "optimizer", 9, 10), (0, 1, "forward-compute", 0, 1),
                  (0, 1, "optimizer", 1, 2))  # fmt: skip
     assert seconds(made) == 2
@@ -65,14 +65,14 @@ def test_a_collective_of_replicas_ends_after_the_last_has_come() -> None:
     assert seconds(made) == 7.5
 
 
-def test_a_transfer_that_ended_before_the_other_side_came_took_no_time() -> None:
+def test_a_transfer_ending_before_its_peer_arrives_takes_no_time() -> None:
     """Clocks of two nodes differ a little."""
     made = model((0, 0, "backward-compute", 0, 1), (0, 1, "backward-compute", 0, 1),
                  (0, 0, "grads-reduce-scatter", 1, 1.5), (0, 1, "grads-reduce-scatter", 1.6, 1.7))  # fmt: skip
     assert made.parts[0].net_seconds[1].ravel().tolist() == pytest.approx([0.0, 0.1])
 
 
-def test_beside_a_separate_all_reduce_scatters_run_while_the_backward_goes_on() -> None:
+def test_with_a_separate_all_reduce_the_scatters_overlap_backward() -> None:
     def rows(data: int) -> list[Row]:
         return [
             (0, data, "backward-compute", 0, 4),
@@ -103,7 +103,7 @@ def test_parameters_are_gathered_before_the_first_forward_of_their_chunk() -> No
     assert seconds(model(*rows(0), *rows(1), chunks=chunk)) == 6
 
 
-def test_the_clip_waits_for_everybody_and_the_embedding_for_both_ends() -> None:
+def test_clip_waits_for_all_ranks_and_embedding_for_both_ends() -> None:
     made = model(
         *((stage, data, "backward-compute", 0, 1 + stage) for stage in range(3) for data in range(2)),
         *((stage, data, "embedding-grads-all-reduce", 1 + stage, 4) for stage in (0, 2) for data in range(2)),

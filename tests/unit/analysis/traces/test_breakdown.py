@@ -134,7 +134,7 @@ def test_the_totals_hold_every_step_the_last_one_too() -> None:
     assert found.outside_steps_ns == 0
 
 
-def test_a_step_s_work_is_what_it_launched_and_its_idle_time_reaches_back_to_the_step_before() -> None:
+def test_a_step_counts_its_launched_work_and_preceding_idle_time() -> None:
     events: list[Event] = [("ProfilerStep#0", MARK, 0, 100), ("ProfilerStep#1", MARK, 100, 100)]
     events += launched("gemm", 10, 20, 30) + launched("gemm", 90, 120, 40)  # the second runs when the host is in step 1
     events += launched("gemm", 110, 180, 10)
@@ -156,7 +156,7 @@ def test_a_step_whose_kernels_were_not_traced_says_so() -> None:
     assert (first.whole, second.whole) == (True, False)
 
 
-def test_without_the_profiler_s_marks_the_first_step_is_not_whole_unless_the_file_was_cut_there() -> None:
+def test_unmarked_first_steps_are_whole_only_at_a_cut() -> None:
     optimizers: list[Event] = [("Optimizer.step#SGD.step", MARK, 100 * number + 80, 10) for number in range(3)]
     work = [event for number in range(4) for event in launched("gemm", 100 * number + 10, 100 * number + 20, 30)]
     found = broken_down(optimizers + work)
@@ -167,7 +167,7 @@ def test_without_the_profiler_s_marks_the_first_step_is_not_whole_unless_the_fil
     assert [step.whole for step in cut.steps] == [True, True, True]
 
 
-def test_gloo_on_the_host_is_a_device_s_communication_only_without_communication_kernels() -> None:
+def test_gloo_counts_as_device_communication_only_without_communication_kernels() -> None:
     gloo: Event = ("gloo:all_reduce", MARK, 5, 20, {"thread": 9})
     kernels: list[Event] = [("gemm", KERNEL, 0, 10), ("gemm", KERNEL, 22, 8)]
     found = broken_down([*kernels, gloo])
@@ -177,7 +177,7 @@ def test_gloo_on_the_host_is_a_device_s_communication_only_without_communication
     assert (with_nccl.communication_ns, with_nccl.exposed_communication_ns) == (5_000, 5_000)
 
 
-def test_communication_that_is_not_nccl_s_is_communication_and_no_computation() -> None:
+def test_communication_other_than_nccl_is_not_computation() -> None:
     found = broken_down([("deep_ep::dispatch", KERNEL, 0, 10), ("gemm", KERNEL, 10, 10)])
     assert (found.compute_ns, found.communication_ns, found.exposed_communication_ns) == (10_000, 10_000, 10_000)
 
@@ -219,7 +219,7 @@ def cpu_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_real_cpu_trace_gives_its_steps_computation_and_input_wait(cpu_trace: Path) -> None:
+def test_a_real_cpu_trace_gives_steps_computation_and_input_wait(cpu_trace: Path) -> None:
     trace = read_trace(cpu_trace.read_bytes())
     found = break_down(trace)
     assert found is not None and found.on_host

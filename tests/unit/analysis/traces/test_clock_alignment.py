@@ -20,7 +20,7 @@ HOUR_US = 3.6e9
     slow=st.integers(0, 3),
     seed=st.integers(0, 1000),
 )
-def test_clocks_hours_apart_agree_to_less_than_the_jitter_of_the_ends(
+def test_clocks_hours_apart_align_to_within_the_jitter(
     offsets: list[float], jitter_us: float, slow: int, seed: int
 ) -> None:
     # Of 12 steps, the residual of any seed is within 40 % of its mean; of 5, one in 240 is not within 60 %.
@@ -34,7 +34,7 @@ def test_clocks_hours_apart_agree_to_less_than_the_jitter_of_the_ends(
     assert found.clock_residual_us == pytest.approx(0.29 * jitter_us, rel=0.6, abs=0.02)
 
 
-def test_a_drifting_clock_is_straightened_where_the_capture_is_long_enough_to_show_it() -> None:
+def test_clock_drift_is_corrected_in_a_long_capture() -> None:
     job = PlantedJob(4, steps=40, work_us=60_000, drifts={2: 40e-6}, offsets_us={2: 5e6})
     found = job.join()
     relative = found.clocks.shifts[2].drift_ratio - found.clocks.shifts[1].drift_ratio
@@ -52,7 +52,7 @@ def test_ranks_that_share_no_group_are_aligned_through_others() -> None:
     assert found.clocks.shifts[3].offset_ns == pytest.approx(16e9, abs=20_000)
 
 
-def test_sets_of_ranks_that_share_nothing_are_reported_and_keep_their_clocks() -> None:
+def test_rank_sets_that_share_nothing_are_reported_and_keep_clocks() -> None:
     job = PlantedJob(5, groups=(("a", ((0, 1),)), ("b", ((2, 3),))), offsets_us={1: 5e6, 2: 8e6}, silent=(4,))
     found = job.join()
     assert found.clocks.components == ((0, 1), (2, 3), (4,))
@@ -63,9 +63,7 @@ def test_sets_of_ranks_that_share_nothing_are_reported_and_keep_their_clocks() -
 
 @settings(max_examples=12)
 @given(offsets=st.lists(st.floats(-HOUR_US, HOUR_US), min_size=5, max_size=5), seed=st.integers(0, 1000))
-def test_who_came_last_is_exact_but_where_arrivals_are_closer_than_the_clocks_can_tell(
-    offsets: list[float], seed: int
-) -> None:
+def test_last_arrivals_are_exact_except_within_clock_uncertainty(offsets: list[float], seed: int) -> None:
     job = PlantedJob(5, noise=0.2, jitter_us=8.0, offsets_us=dict(enumerate(offsets)), seed=seed)
     found, truth = job.join(), job.last_arrivals()
     wrong = sum(abs(found.last_arrivals[rank] - truth[rank]) for rank in truth)

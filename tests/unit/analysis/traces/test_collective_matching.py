@@ -28,7 +28,7 @@ def _true_ends(job: PlantedJob, matched: Matched) -> np.ndarray[Any, np.dtype[np
     return np.array(spread, dtype=np.float64)
 
 
-def test_the_group_and_its_number_make_a_collective_and_external_ids_do_not() -> None:
+def test_collectives_match_by_group_and_sequence_not_external_id() -> None:
     def rank(number: int, ids: Sequence[int]) -> Trace:
         note = {"collective": "allreduce", "group": "0", "group_size": 2, "stream": 20}
         kernels = [
@@ -54,7 +54,7 @@ def test_groups_of_one_name_on_different_ranks_are_different_groups() -> None:
     assert "4 ranks use it but it has 2" in unlisted.notes[0]
 
 
-def test_equal_numbers_of_different_kinds_or_sizes_are_not_one_collective() -> None:
+def test_equal_numbers_of_different_kind_or_size_do_not_match() -> None:
     def rank(number: int, name: str, elements: int) -> Trace:
         note = {"group": "0", "group_size": 2, "sequence": 1, "stream": 20, "element_type": "Float"}
         note |= {"collective": name, "in_elements": elements, "out_elements": elements}
@@ -65,7 +65,7 @@ def test_equal_numbers_of_different_kinds_or_sizes_are_not_one_collective() -> N
     assert _match({0: rank(0, "allreduce", 8), 1: rank(1, "allgather", 8)}).count == 0
 
 
-def test_captures_that_begin_at_different_collectives_are_matched_by_the_shift_that_fits() -> None:
+def test_captures_beginning_at_different_collectives_are_matched_by_shift() -> None:
     job = PlantedJob(numbered=False, skipped={0: 3, 2: 5}, offsets_us={1: -2 * HOUR_US, 2: HOUR_US, 3: 0.3})
     matched = _match(job.traces())
     assert matched.count == 20
@@ -74,7 +74,7 @@ def test_captures_that_begin_at_different_collectives_are_matched_by_the_shift_t
     assert members.tolist() == [2] * 3 + [3] * 2 + [4] * 15 or sorted(members.tolist()) == [2] * 3 + [3] * 2 + [4] * 15
 
 
-def test_an_order_that_fits_in_several_ways_is_reported_and_not_guessed() -> None:
+def test_an_ambiguous_order_is_reported_and_not_guessed() -> None:
     """Steps as regular as a clock, clocks that say nothing, and no step numbers."""
     regular = [
         ("ncclDevKernel_AllReduce_Sum", Category.KERNEL, 1000.0 * i, 500.0, {"stream": 20, "group": "0"})
@@ -101,7 +101,7 @@ def test_step_numbers_decide_where_ends_are_too_noisy_to() -> None:
     assert fit.found and fit.left.tolist() == fit.right.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_send_belongs_to_the_receive_of_its_peer_in_order() -> None:
+def test_a_send_matches_its_peers_receive_in_order() -> None:
     """Peers are numbered within their group, (2, 5) here."""
     group = (ProcessGroup("pp", "", (2, 5)),)
 
@@ -128,7 +128,7 @@ def test_a_send_belongs_to_the_receive_of_its_peer_in_order() -> None:
     assert (np.diff(matched.calls.end_ns.reshape(-1, 2), axis=1) == 0).all()
 
 
-def test_ranks_without_any_collective_and_groups_of_one_rank_match_nothing() -> None:
+def test_ranks_without_collectives_and_groups_of_one_match_nothing() -> None:
     silent = PlantedJob(2, steps=2, silent=(1,))
     assert _match(silent.traces()).count == 0
     alone = PlantedJob(2, steps=2, groups=(("self", ((0,), (1,))),))

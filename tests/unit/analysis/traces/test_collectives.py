@@ -76,11 +76,11 @@ def test_tells_a_kernel_s_kind_by_old_and_new_names(name: str, kind: CollectiveK
         ("init", None),
     ],
 )
-def test_tells_a_note_s_kind_and_that_a_wait_is_none(note: str, kind: CollectiveKind | None) -> None:
+def test_a_note_gives_its_collective_kind_and_a_wait_none(note: str, kind: CollectiveKind | None) -> None:
     assert kind_of_note(note) is kind
 
 
-def test_ties_a_kernel_to_the_call_that_launched_it_and_counts_it_once() -> None:
+def test_ties_each_kernel_once_to_the_call_that_launched_it() -> None:
     events = [*nccl_call(0, 1, 20), *nccl_call(100, 2, 120, in_elements=5, out_elements=5)]
     events.append(("gemm", KERNEL, 110, 30, {"stream": 7}))
     found = find_collectives(make_trace(events, groups=(ProcessGroup("0", "default_pg", tuple(range(8))),)))
@@ -126,7 +126,7 @@ def test_believes_the_note_on_the_kernel_itself() -> None:
     assert list(found.calls) == [0]
 
 
-def test_does_not_tie_a_kernel_to_another_thread_s_call_or_by_an_id_that_is_its_correlation() -> None:
+def test_ties_no_kernel_to_another_threads_call_or_by_correlation() -> None:
     events = nccl_call(0, 1, 20)[:3]
     events += [
         ("cudaLaunchKernelExC", RUN, 3, 2, {"correlation": 5, "thread": 2}),
@@ -139,7 +139,7 @@ def test_does_not_tie_a_kernel_to_another_thread_s_call_or_by_an_id_that_is_its_
     assert list(kernels.calls) == [0, 0] and list(kernels.bytes) == [-1, -1]
 
 
-def test_falls_back_on_the_external_id_where_the_launch_was_not_recorded() -> None:
+def test_uses_the_external_id_where_no_launch_was_recorded() -> None:
     events = nccl_call(0, 1, 20)[:3]
     events[1] = (*events[1][:4], {**events[1][4], "external_id": 77})
     events.append(("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", KERNEL, 20, 9, {"correlation": 5, "external_id": 77}))
@@ -148,7 +148,7 @@ def test_falls_back_on_the_external_id_where_the_launch_was_not_recorded() -> No
     assert list(found.bytes) == [2 * MEGA]
 
 
-def test_says_that_one_kernel_served_several_calls_and_adds_their_bytes_up() -> None:
+def test_counts_the_calls_of_one_kernel_and_adds_their_bytes() -> None:
     note = {"group": "0", "group_size": 8, "element_type": "float", "collective": "allreduce"}
     events: list[Event] = [
         ("nccl:coalesced", NOTE, 0, 100),
@@ -163,7 +163,7 @@ def test_says_that_one_kernel_served_several_calls_and_adds_their_bytes_up() -> 
     assert list(found.bytes) == [160]
 
 
-def test_gives_no_size_to_a_kernel_of_calls_of_different_kinds() -> None:
+def test_gives_no_size_to_a_kernel_of_mixed_call_kinds() -> None:
     note = {"group": "0", "group_size": 8, "element_type": "float", "in_elements": 10, "out_elements": 10}
     events: list[Event] = [
         ("nccl:coalesced", NOTE, 0, 100),
@@ -187,13 +187,13 @@ def test_takes_the_kernels_of_one_call_as_one_transfer() -> None:
     assert list(found.start_ns) == [20_000] and list(found.duration_ns) == [60_000]
 
 
-def test_keeps_a_call_that_left_no_kernel_without_making_up_a_time() -> None:
+def test_keeps_a_call_without_a_kernel_as_unmeasured() -> None:
     found = find_collectives(make_trace(nccl_call(0, 1, 20, group_size=1)[:4]))
     assert list(found.measured) == [False] and list(found.duration_ns) == [0]
     assert list(found.bytes) == [2 * MEGA]
 
 
-def test_sees_gloo_on_its_own_thread_once_with_its_size_by_what_it_copied_back() -> None:
+def test_counts_gloo_once_with_the_size_it_copied_back() -> None:
     events: list[Event] = [
         ("c10d::allreduce_", OP, 0, 10),
         ("gloo:all_reduce", NOTE, 5, 100, {"thread": 2}),
@@ -218,7 +218,7 @@ def test_hides_gloo_behind_operators_where_there_is_no_device() -> None:
     assert list(found.exposed_ns) == [70_000]
 
 
-def test_learns_a_nameless_group_s_size_from_what_a_gather_gains() -> None:
+def test_learns_an_unnamed_groups_size_from_a_gather() -> None:
     events = [
         *nccl_call(0, 1, 20, collective="_allgather_base", group_size=-1, in_elements=4, out_elements=256),
         *nccl_call(100, 2, 120, group_size=-1),
@@ -232,7 +232,7 @@ def test_learns_a_nameless_group_s_size_from_what_a_gather_gains() -> None:
     assert found.groups[0].name == "" and found.groups[0].description == "stream 20"
 
 
-def test_knows_the_size_of_a_group_it_cannot_name_if_all_have_the_same() -> None:
+def test_gives_an_unknown_group_the_size_that_all_groups_share() -> None:
     events: list[Event] = [("gloo:all_reduce", NOTE, 5, 100, {"thread": 2})]
     alike = (ProcessGroup("0", "default_pg", (0, 1)), ProcessGroup("1", "", (0, 1)))
     assert list(find_collectives(make_trace(events, groups=alike)).group_size) == [2]
@@ -240,13 +240,13 @@ def test_knows_the_size_of_a_group_it_cannot_name_if_all_have_the_same() -> None
     assert list(find_collectives(make_trace(events, groups=unlike)).group_size) == [-1]
 
 
-def test_a_call_at_the_end_of_time_is_still_tied_to_its_kernel() -> None:
+def test_a_call_with_a_huge_timestamp_keeps_its_kernel() -> None:
     events = nccl_call(0, 1, 20) + [(f"thread {n}", OP, 9e14 + n, 1, {"thread": n}) for n in range(2, 40)]
     found = find_collectives(make_trace([*events, *nccl_call(9.1e14, 2, 9.1e14 + 20)]))
     assert list(found.calls) == [1, 1] and list(found.bytes) == [2 * MEGA, 2 * MEGA]
 
 
-def test_sizes_the_collectives_of_a_real_old_trace_by_the_shapes_of_their_inputs() -> None:
+def test_sizes_collectives_of_a_real_old_trace_by_input_shapes() -> None:
     trace = read_trace((shared("hta_pair") / "rank-0.json.gz").read_bytes())
     found = find_collectives(trace)
     reductions = take_rows(found, found.kind == CollectiveKind.ALL_REDUCE)
@@ -259,14 +259,14 @@ def test_sizes_the_collectives_of_a_real_old_trace_by_the_shapes_of_their_inputs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sizes_gloo_of_a_real_job_and_sees_its_first_buckets_hidden(rank: int) -> None:
+def test_sizes_real_gloo_collectives_and_finds_the_first_buckets_hidden(rank: int) -> None:
     found = find_collectives(read_trace((H200 / f"gloo_2ranks_rank{rank}.json.gz").read_bytes()))
     assert labels(found) == ["all_reduce"] * 25
     assert list(found.bytes[[0, 24]]) == [33558528, 8192] and found.measured.all()
     assert found.exposed_ns[0] < found.duration_ns[0] * 0.05 and found.exposed_ns[10] == found.duration_ns[10]
 
 
-def test_finds_the_calls_of_a_real_group_of_one_that_moves_nothing() -> None:
+def test_finds_unmeasured_calls_of_a_real_group_of_one() -> None:
     found = find_collectives(read_trace((H200 / "nccl_world1_3steps.json.gz").read_bytes()))
     assert labels(found) == ["all_reduce"] * 75 and set(found.group_size.tolist()) == {1}
     assert not found.measured.any() and found.groups[0].name == "0"

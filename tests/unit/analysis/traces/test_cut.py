@@ -38,7 +38,7 @@ def _read(left: dict[str, Any]) -> Trace:
     return read_trace(json.dumps(left).encode())
 
 
-def test_what_is_left_are_exactly_the_steps_asked_for_and_each_is_as_long_as_it_was() -> None:
+def test_a_cut_keeps_exactly_the_requested_steps_at_full_length() -> None:
     trace = _read(_cut(StepFile(), first=1, count=3))
     steps = find_steps(trace)
     # The recording began at 30 ms: the step to 100 ms is not whole, the second whole one begins at 200 ms.
@@ -57,7 +57,7 @@ def test_events_that_are_left_are_what_they_were() -> None:
     assert all(event in original for event in left)
 
 
-def test_work_on_the_device_goes_with_the_call_that_launched_it_whenever_it_ran() -> None:
+def test_device_work_stays_with_its_launching_call() -> None:
     # Far behind: kernels of the last step run after its end, those of the step before within the first.
     left = _cut(StepFile(lag_ms=60.0), first=0, count=2)["traceEvents"]
     called = {event["args"]["correlation"] for event in left if event.get("cat") == "cuda_runtime"}
@@ -68,7 +68,7 @@ def test_work_on_the_device_goes_with_the_call_that_launched_it_whenever_it_ran(
     assert sum(event.get("cat") == "gpu_user_annotation" for event in left) == 2
 
 
-def test_a_function_that_ran_before_and_after_the_steps_is_shortened_to_them() -> None:
+def test_a_function_around_the_steps_is_shortened_to_them() -> None:
     left = _cut(StepFile(frames=True))["traceEvents"]
     (frame,) = (event for event in left if event.get("cat") == "python_function")
     (begin,) = (event for event in left if event["name"] == "begin")
@@ -76,7 +76,7 @@ def test_a_function_that_ran_before_and_after_the_steps_is_shortened_to_them() -
     assert frame["dur"] == pytest.approx(300_000, abs=1)
 
 
-def test_what_a_file_says_of_itself_stays_but_for_its_rank_and_what_only_we_say() -> None:
+def test_metadata_is_kept_except_the_rank_and_our_keys() -> None:
     forged = {
         "rankscope": {"rank": 0, "job": "other"},
         "distributedInfo": {"backend": "nccl", "rank": 0, "pg_count": 1},
@@ -90,7 +90,7 @@ def test_what_a_file_says_of_itself_stays_but_for_its_rank_and_what_only_we_say(
 
 
 @pytest.mark.parametrize("count", [None, 2])
-def test_what_is_left_is_json_even_if_the_file_was_not_quite(count: int | None) -> None:
+def test_a_cut_of_invalid_json_is_valid_json(count: int | None) -> None:
     data = StepFile(head={"host_name": "HOST"}).text().replace(b"HOST", b"caf\xe9\n")
     data = data.replace(b'"args": {}', b'"args": {}, "caf\xe9": "\xff"')
     trace = read_trace(data)
@@ -101,12 +101,12 @@ def test_what_is_left_is_json_even_if_the_file_was_not_quite(count: int | None) 
     assert sum(event.get("caf\ufffd") == "\ufffd" for event in left["traceEvents"]) >= 6
 
 
-def test_a_file_whose_events_are_not_where_a_profiler_writes_them_is_refused() -> None:
+def test_a_file_with_events_in_the_wrong_place_is_refused() -> None:
     with pytest.raises(TraceError, match="traceEvents not found"):
         list(cut([b'{"a": "\\"traceEvents\\": [", "b": 1}'], None, {}, distributed={}))
 
 
-def test_the_last_steps_are_not_whole_when_the_device_had_not_run_them_yet() -> None:
+def test_last_steps_not_yet_run_on_the_device_are_incomplete() -> None:
     assert len(_whole(read_trace(StepFile().text()))) == 6
     assert len(_whole(read_trace(StepFile(lag_ms=150.0).text()))) == 5 - 1
     # A real one: the host was two steps ahead.
@@ -119,7 +119,7 @@ def _steps(starts_ms: list[float], base_ms: float = 0.0) -> WholeSteps:
     return WholeSteps(round(base_ms * 1e6), start, end, end - start)
 
 
-def test_a_rank_that_saw_one_boundary_more_does_not_begin_a_step_early() -> None:
+def test_a_rank_with_one_more_boundary_begins_no_step_early() -> None:
     late = _steps([201.0, 301.0, 401.0, 501.0])
     early = _steps([99.0, 199.5, 300.5, 400.0, 500.0], base_ms=50.0)
     assert common_run({0: late, 1: early}, 3) == {0: 0, 1: 1}

@@ -48,7 +48,7 @@ STEP: list[Event] = [
 ]
 
 
-def test_the_peak_is_split_into_what_was_there_and_who_allocated_the_rest() -> None:
+def test_the_peak_is_split_into_prior_memory_and_allocators() -> None:
     trace = allocating(STEP, [(5, 100), (23, 300), (45, 50), (46, 20), (58, -20), (77, 80), (95, -300)], before=1000)
     (memory,) = measure_memory(trace)
     assert memory.peak_allocated_bytes == 1530
@@ -88,9 +88,7 @@ def test_devices_are_told_apart_and_no_events_are_no_memory() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=60), st.integers(0, 500))
-def test_the_parts_add_up_to_the_peak_and_are_what_a_stack_per_size_would_hold(
-    turns: list[tuple[int, bool]], before: int
-) -> None:
+def test_parts_sum_to_the_peak_and_match_stacks_per_size(turns: list[tuple[int, bool]], before: int) -> None:
     sizes = (8, 16, 32, 64)
     changes: list[tuple[float, int]] = [(i, sizes[s] if up else -sizes[s]) for i, (s, up) in enumerate(turns)]
     (memory,) = measure_memory(allocating([], changes, before=before + 4000), most_holders=100)

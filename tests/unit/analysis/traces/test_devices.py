@@ -43,7 +43,7 @@ def read(events: list[Event], devices: list[dict[str, Any]], **head: Any) -> tup
     return trace, found
 
 
-def test_mtia_s_kernels_copies_and_waits_are_told_by_name_in_one_category() -> None:
+def test_mtia_kernels_copies_and_waits_are_distinguished_by_name() -> None:
     """Its stream is no thread's number, copies say their size as `size`, and waits may last as long as a step."""
     device, queue = {"pid": 17, "tid": 3774}, {"pid": 17, "tid": 3772}
     where = {"stream": 108, "packet_ptr": 5}
@@ -79,7 +79,7 @@ def test_mtia_s_kernels_copies_and_waits_are_told_by_name_in_one_category() -> N
     assert summarize(trace, found, find_collectives(trace), rank=0, file="").device == "ARTEMIS"
 
 
-def test_a_mtia_copy_that_names_no_stream_runs_on_its_thread() -> None:
+def test_a_mtia_copy_without_a_stream_runs_on_its_thread() -> None:
     events = [
         event("mtia_ccp_events", "dma_request", 10.0, 8.0, pid=9, tid=801, direction="DEVICE_TO_HOST", size=16, sqid=1),
         event("mtia_ccp_events", "add-dtype_Float", 20.0, 5.0, pid=9, tid=4, stream=1, correlation=7),
@@ -90,7 +90,7 @@ def test_a_mtia_copy_that_names_no_stream_runs_on_its_thread() -> None:
     assert trace.stream[trace.of(Category.MEMCPY)].tolist() == [801]
 
 
-def test_blackwell_s_kernels_are_launched_by_the_driver_and_run_on_tensor_cores() -> None:
+def test_blackwell_kernels_are_driver_launched_and_use_tensor_cores() -> None:
     names = (
         "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_cga1x1x1_16dp256b_rM_TN_transOut_sm100f",
         "fmhaSm100aKernel_QkvE4m3OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext",
@@ -119,7 +119,7 @@ def test_blackwell_s_kernels_are_launched_by_the_driver_and_run_on_tensor_cores(
 
 
 @pytest.mark.parametrize("with_host", [True, False])
-def test_instinct_s_traces_tell_the_device_by_its_number_and_may_lack_the_host(with_host: bool) -> None:
+def test_instinct_traces_name_the_device_by_number_even_without_host(with_host: bool) -> None:
     launch = event("cuda_runtime", "hipExtModuleLaunchKernel", 5.0, 3.0, correlation=2, cid=206, stream="0x0")
     copied = {"device": 2, "stream": 0, "correlation": 3, "kind": "DtoD", "bytes": 1}
     events = [

@@ -64,7 +64,7 @@ def _busy(start: float, end: float, name: str = GEMM, each: float = 1000.0) -> l
     return [event for turn in range(count) for event in _work(name, start + turn * each, each)]
 
 
-def test_a_healthy_trace_is_compute_bound_and_has_little_to_gain() -> None:
+def test_a_healthy_trace_is_compute_bound_without_findings() -> None:
     found = _diagnose(*_steps(0, 10_000), *_busy(1000, 21_000))
     assert (found.bound, found.findings) == ("compute", ())
     assert found.sentence == "compute-bound: kernels compute 100 % of the time; little to gain elsewhere"
@@ -78,7 +78,7 @@ def test_communication_that_nothing_hides_bounds_the_job() -> None:
     assert found.findings[0].saving_ratio == pytest.approx(0.6)
 
 
-def test_a_collective_or_a_large_copy_under_computation_is_no_finding() -> None:
+def test_a_collective_or_large_copy_under_computation_is_no_finding() -> None:
     reduce = _work("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 2000, 18_000, stream=20)
     copy = _work("Memcpy HtoD (Pinned -> Device)", 1000, 19_000, stream=30)
     found = _diagnose(*_steps(0, 10_000), *_busy(1000, 21_000), *reduce, *copy)
@@ -101,7 +101,7 @@ def test_waiting_for_the_data_loader_bounds_the_job() -> None:
     assert "num_workers" in found.findings[0].suggestion
 
 
-def test_short_kernels_launched_one_by_one_make_a_job_host_bound() -> None:
+def test_short_kernels_launched_singly_make_a_job_host_bound() -> None:
     small = [event for n in range(100) for event in _work(GEMM, 1000 + 20 * n, 4, launched=992 + 20 * n, number=n)]
     found = _diagnose(*_steps(0, 4000), *small)
     assert (found.bound, _kinds(found)) == ("host", ["launch_gaps"])
@@ -109,7 +109,7 @@ def test_short_kernels_launched_one_by_one_make_a_job_host_bound() -> None:
     assert found.findings[0].numbers["kernel_median_us"] == 4
 
 
-def test_what_the_host_does_before_the_first_kernel_and_after_the_last_is_not_held_against_it() -> None:
+def test_host_work_before_and_after_all_kernels_is_no_finding() -> None:
     python = [("aten::embedding", Category.CPU_OP, 0.0, 40_000.0), ("aten::add", Category.CPU_OP, 70_000.0, 50_000.0)]
     found = _diagnose(*_steps(0, 120_000), *python, *_busy(50_000, 60_000))
     assert (found.bound, found.findings) == ("compute", ())
@@ -123,7 +123,7 @@ def test_running_dry_after_a_synchronisation_is_told_from_slow_launching() -> No
     assert ".item()" in found.findings[0].suggestion
 
 
-def test_elementwise_kernels_that_outweigh_the_dense_ones_make_a_job_memory_bound() -> None:
+def test_mostly_elementwise_kernels_make_a_job_memory_bound() -> None:
     moving = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
     found = _diagnose(*_steps(0, 10_000), *_busy(1000, 15_000, moving), *_busy(15_000, 21_000))
     assert (found.bound, _kinds(found)) == ("memory", ["unfused_kernels"])
@@ -132,7 +132,7 @@ def test_elementwise_kernels_that_outweigh_the_dense_ones_make_a_job_memory_boun
     assert (fused.bound, fused.findings) == ("memory", ())
 
 
-def test_products_on_the_plain_units_are_found_and_those_of_tensor_cores_are_not() -> None:
+def test_only_matrix_products_without_tensor_cores_are_a_finding() -> None:
     found = _diagnose(*_steps(0, 10_000), *_busy(1000, 11_000, "ampere_sgemm_128x64_tn"), *_busy(11_000, 21_000))
     assert _kinds(found) == ["no_tensor_cores"]
     assert found.findings[0].saving_ratio == pytest.approx(0.5 * 7 / 8)
@@ -151,7 +151,7 @@ def _joined(job: PlantedJob) -> tuple[Diagnosis, Join]:
     return diagnose([_summary(trace, rank) for rank, trace in job.traces().items()], join), join
 
 
-def test_waiting_for_a_slow_rank_is_not_taken_for_slow_communication() -> None:
+def test_waiting_for_a_slow_rank_is_not_slow_communication() -> None:
     found, join = _joined(PlantedJob(slow={2: 1.5}))
     assert (join.verdict.value, join.culprits) == ("slow_rank", (2,))
     assert found.bound == "compute", "what bounds the rank that sets the pace"
@@ -170,7 +170,7 @@ def test_a_job_without_a_slow_rank_names_nobody() -> None:
     assert all(not finding.ranks for finding in found.findings)
 
 
-def test_joining_the_essentials_of_traces_gives_what_joining_the_traces_gives() -> None:
+def test_joining_trace_essentials_gives_the_result_of_whole_traces() -> None:
     files = {rank: H200 / f"gloo_2ranks_rank{rank}.json.gz" for rank in (0, 1)}
     for traces in ({r: read_trace(f.read_bytes()) for r, f in files.items()}, PlantedJob(slow={1: 1.4}).traces()):
         collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}

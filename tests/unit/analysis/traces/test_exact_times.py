@@ -119,9 +119,7 @@ def of(parts: Parts) -> Parts:
 
 @given(SOME_WORK, st.lists(st.integers(0, 20_000_000), max_size=4, unique=True), st.sampled_from(BEGINNINGS_NS))
 @settings(max_examples=100)
-def test_a_breakdown_is_what_a_sweep_over_the_file_s_events_gives_to_the_nanosecond(
-    work: list[Work], steps: list[int], first_ns: int
-) -> None:
+def test_a_breakdown_equals_an_event_sweep_to_the_nanosecond(work: list[Work], steps: list[int], first_ns: int) -> None:
     trace = read_trace(written(work, sorted(steps), first_ns))
     found = break_down(trace)
     real = [one for one in work if one.part]
@@ -143,7 +141,7 @@ def test_a_breakdown_is_what_a_sweep_over_the_file_s_events_gives_to_the_nanosec
 
 
 @pytest.mark.parametrize("name", ["nccl_world1_3steps", "gloo_2ranks_rank0"])
-def test_a_real_trace_is_broken_down_as_a_sweep_over_its_file_does(name: str) -> None:
+def test_a_real_traces_breakdown_equals_an_event_sweep(name: str) -> None:
     path = H200 / f"{name}.json.gz"
     parts = {"kernel": "compute", "gpu_memcpy": "memory", "gpu_memset": "compute"}
     work = [

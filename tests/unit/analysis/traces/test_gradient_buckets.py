@@ -63,7 +63,7 @@ def advise(trace: Trace) -> Rebucketing:
     return advice
 
 
-def test_lists_the_buckets_of_each_step_with_size_and_hidden_fraction() -> None:
+def test_lists_each_steps_buckets_with_size_and_hidden_fraction() -> None:
     trace = ddp_trace(gradients=12, gradient_mb=8, per_bucket=4, kernel_us=100, latency_us=10, mb_per_us=0.2)
     buckets = find_buckets(trace, find_collectives(trace))
     # The first bucket of a step is closed by its first gradient, as DDP does it.
@@ -75,7 +75,7 @@ def test_lists_the_buckets_of_each_step_with_size_and_hidden_fraction() -> None:
     assert buckets.hidden_ratio[3] == pytest.approx(0.0)
 
 
-def test_leaves_out_an_all_reduce_that_no_gradient_s_hook_started() -> None:
+def test_leaves_out_an_all_reduce_without_a_gradient_hook() -> None:
     trace = make_trace(
         [
             ("ProfilerStep#1", NOTE, 0, 100),
@@ -132,7 +132,7 @@ def test_says_that_buckets_of_one_size_show_no_latency() -> None:
     assert "1 distinct size" in advice.reason and advice.predictions == ()
 
 
-def test_reproduces_the_exposed_time_of_a_real_gloo_job_and_proposes_nothing_it_cannot_be_sure_of() -> None:
+def test_reproduces_a_real_gloo_jobs_exposed_time_and_proposes_nothing() -> None:
     trace = read_trace((H200 / "gloo_2ranks_rank0.json.gz").read_bytes())
     buckets = find_buckets(trace, find_collectives(trace))
     assert len(buckets) == 25 and int(buckets.bytes.sum()) == 805732352

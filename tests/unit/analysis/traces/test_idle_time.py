@@ -27,7 +27,7 @@ def idle_with(*host: Event) -> Idleness:
     return split_idle(trace, found)
 
 
-def test_a_host_that_has_not_launched_yet_is_the_reason_until_it_has() -> None:
+def test_idle_time_before_a_launch_is_host_bound() -> None:
     idle = idle_with()
     assert (idle.host_bound_ns, idle.other_ns) == (75_000, 5_000)
     assert idle.longest_gap_ns == 80_000
@@ -40,23 +40,23 @@ def test_waiting_for_data_is_input_even_where_operators_make_it() -> None:
     assert (idle.input_ns, idle.host_bound_ns) == (40_000, 35_000)
 
 
-def test_waiting_for_the_device_is_synchronisation_and_what_follows_could_not_be_launched_ahead() -> None:
+def test_synchronisation_and_the_host_bound_time_after_it_are_counted() -> None:
     idle = idle_with(("aten::item", OPERATOR, 1, 20), ("cudaStreamSynchronize", CALL, 3, 17))
     assert (idle.synchronisation_ns, idle.host_bound_ns) == (11_000, 64_000)
     assert idle.host_bound_after_synchronisation_ns == 64_000
 
 
-def test_gloo_is_the_reason_while_the_launching_thread_waits_but_not_while_it_works() -> None:
+def test_gloo_is_the_reason_only_while_the_launching_thread_waits() -> None:
     idle = idle_with(("gloo:all_reduce", MARK, 10, 50, {"thread": 9}), ("aten::slow", OPERATOR, 30, 20))
     assert (idle.communication_ns, idle.host_bound_ns) == (30_000, 45_000)
 
 
-def test_another_thread_s_synchronisation_is_nobody_s_reason_unless_it_launches() -> None:
+def test_synchronisation_of_a_thread_that_launches_nothing_is_ignored() -> None:
     watchdog: Event = ("cudaEventSynchronize", CALL, 10, 40, {"thread": 77})
     assert idle_with(watchdog).synchronisation_ns == 0
 
 
-def test_a_kernel_whose_launch_was_not_traced_leaves_the_reason_open() -> None:
+def test_a_kernel_without_a_traced_launch_leaves_the_reason_open() -> None:
     trace = make_trace([*FIRST, ("gemm", KERNEL, 90, 10, {"correlation": 3})])
     found = break_down(trace)
     assert found is not None
@@ -64,7 +64,7 @@ def test_a_kernel_whose_launch_was_not_traced_leaves_the_reason_open() -> None:
     assert (idle.other_ns, idle.host_bound_ns) == (80_000, 0)
 
 
-def test_kernels_that_touch_leave_no_idle_time_however_short_the_part_of_a_microsecond() -> None:
+def test_kernels_that_touch_at_fractional_microseconds_leave_no_idle_time() -> None:
     events: list[Event] = [("gemm", KERNEL, 10.5 * number + 0.25, 10.5) for number in range(4)]
     trace = make_trace(events)
     found = break_down(trace)

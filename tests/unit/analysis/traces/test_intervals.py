@@ -32,7 +32,7 @@ def is_tidy(spans: Intervals) -> bool:
 
 
 @given(SPANS)
-def test_a_union_covers_what_any_of_its_intervals_covers_and_is_disjoint(spans: list[tuple[int, int]]) -> None:
+def test_a_union_is_disjoint_and_covers_exactly_its_intervals(spans: list[tuple[int, int]]) -> None:
     joined = intervals.union(*made(spans))
     assert is_tidy(joined)
     assert (bitmap(joined) == bitmap(made(spans))).all()
@@ -51,7 +51,7 @@ def test_intersection_and_difference_part_a_set_by_another(
 
 
 @given(SPANS, st.integers(0, LENGTH), st.integers(0, LENGTH))
-def test_what_is_covered_between_two_moments_is_what_a_clip_holds(
+def test_coverage_between_two_moments_equals_a_clips_total(
     spans: list[tuple[int, int]], begin: int, finish: int
 ) -> None:
     begin, finish = sorted((begin, finish))
@@ -67,7 +67,7 @@ def test_gaps_lie_between_neighbours_and_not_outside() -> None:
     assert (start.tolist(), end.tolist()) == ([9], [20])
 
 
-def test_merging_keeps_an_event_without_length_unless_another_covers_or_touches_it() -> None:
+def test_merging_keeps_an_empty_event_unless_covered_or_touched() -> None:
     start, end = intervals.merge(np.array([10, 21, 15, 20, 30]), np.array([20, 21, 15, 20, 30]))
     assert (start.tolist(), end.tolist()) == ([10, 21, 30], [20, 21, 30])
     assert intervals.total(start, end) == 10

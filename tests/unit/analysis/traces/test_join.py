@@ -59,7 +59,7 @@ def test_a_rank_late_in_one_step_only_is_not_named() -> None:
     assert (found.verdict, found.culprits) == (Kind.HEALTHY, ())
 
 
-def test_another_rank_late_each_step_is_uneven_data_and_nobodys_fault() -> None:
+def test_a_different_late_rank_each_step_is_uneven_data() -> None:
     job = PlantedJob(steps=8, slow_steps={(step % 4, step): 1.8 for step in range(8)})
     found = job.join()
     assert (found.verdict, found.culprits) == (Kind.DATA_IMBALANCE, ()), found.reason
@@ -90,7 +90,7 @@ def test_waiting_in_every_group_is_waiting() -> None:
     assert found.collectives_matched == 5 * 4 * 6
 
 
-def test_few_steps_are_told_with_low_confidence_and_one_step_names_nobody() -> None:
+def test_few_steps_give_low_confidence_and_one_names_nobody() -> None:
     job = PlantedJob(slow={3: 1.6})
     assert job.join().confidence is Confidence.HIGH
     few = job.but(steps=2).join()
@@ -100,14 +100,14 @@ def test_few_steps_are_told_with_low_confidence_and_one_step_names_nobody() -> N
     assert "complete steps in common: 1, needed: 2" in one.reason
 
 
-def test_too_few_ranks_name_nobody_but_still_tell_who_came_last() -> None:
+def test_too_few_ranks_name_nobody_but_tell_last_arrivals() -> None:
     found = PlantedJob(8, slow={3: 2.0}).join(only=[0, 3, 5])
     assert (found.verdict, found.culprits) == (Kind.INSUFFICIENT_DATA, ())
     assert "3 of 8 ranks" in found.reason
     assert found.last_arrivals == {0: 0, 3: 20, 5: 0}
 
 
-def test_one_missing_rank_of_eight_does_not_hide_the_slow_one() -> None:
+def test_one_missing_rank_does_not_hide_the_slow_one() -> None:
     found = PlantedJob(8, slow={3: 2.0}).join(only=[0, 1, 2, 3, 4, 5, 7])
     assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (3,))
 
@@ -121,7 +121,7 @@ def test_a_rank_without_collectives_is_reported_and_harms_nobody() -> None:
     assert small.verdict is Kind.INSUFFICIENT_DATA and "rank 1" in small.reason
 
 
-def test_communication_that_cannot_be_matched_is_no_ground_for_a_verdict() -> None:
+def test_unmatched_communication_gives_no_verdict() -> None:
     """Every node has a group "tp"; without their ranks nobody can tell how much of it was waiting."""
     nodes = (tuple(range(4)), tuple(range(4, 8)))
     job = PlantedJob(8, groups=(("tp", nodes), ("0", (tuple(range(8)),))), slow={3: 2.0}, listed=False)
@@ -132,7 +132,7 @@ def test_communication_that_cannot_be_matched_is_no_ground_for_a_verdict() -> No
     assert job.but(listed=True).join().culprits == (3,)
 
 
-def test_a_rank_that_waits_for_somebody_without_a_trace_is_not_blamed_for_it() -> None:
+def test_a_rank_delayed_by_an_untraced_one_is_not_blamed() -> None:
     """Rank 6 is late to all the others because rank 10, whose trace is missing, is late to it."""
     groups = (("side", ((6, 10),)), ("0", (tuple(range(10)),)))
     found = PlantedJob(11, groups=groups, slow={10: 2.0}).join(only=range(10))

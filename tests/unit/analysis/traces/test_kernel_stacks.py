@@ -95,7 +95,7 @@ def test_a_kernel_is_under_its_launch_operators_and_python_frames() -> None:
     assert first.rank == 3 and first.stack[-1] == Frame("step", "train.py", 12)
 
 
-def test_a_backward_kernel_is_under_the_forward_line_that_the_flow_names() -> None:
+def test_a_backward_kernel_is_under_its_flows_forward_line() -> None:
     found = stacks(profile_of([*STEP, *flow(5, 5, 61)]))
     assert f"{LINE} > {ENGINE} > AddmmBackward0 > aten::mm > cudaLaunchKernel > gemm_backward" in found
 
@@ -131,7 +131,7 @@ def test_the_communication_call_is_a_frame() -> None:
     assert stack.split(" > ")[1:4] == ["record_param_comms", "nccl:all_reduce", "cudaLaunchKernelExC"]
 
 
-def test_equal_stacks_of_all_steps_and_of_all_objects_are_one() -> None:
+def test_equal_stacks_of_steps_and_objects_are_merged() -> None:
     events: list[Event] = []
     for step in range(3):
         at = 100 * step
@@ -146,7 +146,7 @@ def test_equal_stacks_of_all_steps_and_of_all_objects_are_one() -> None:
     }
 
 
-def test_copies_count_and_a_kernel_without_a_launch_has_no_callers() -> None:
+def test_copies_count_and_kernels_without_launch_have_no_callers() -> None:
     events = [
         launch(0, 1, name="cudaMemcpyAsync"),
         kernel("Memcpy HtoD", 5, 10, 1, "gpu_memcpy"),
@@ -166,7 +166,7 @@ def real(name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_total_of_a_real_trace_is_that_of_its_kernels_to_the_nanosecond(name: str) -> None:
+def test_a_real_traces_total_is_exactly_its_kernels_time(name: str) -> None:
     trace = read_trace(real(name).read_bytes())
     profile, listed, parts = kernel_profile(trace), top_kernels(trace, 1 << 20), break_down(trace)
     assert parts is not None
@@ -181,7 +181,7 @@ def test_the_total_of_a_real_trace_is_that_of_its_kernels_to_the_nanosecond(name
     assert sorted(by_name.values()) == sorted(round(1000 * one.total_us) for one in listed)
 
 
-def test_in_a_real_trace_backward_kernels_are_under_their_forward_operators() -> None:
+def test_real_backward_kernels_are_under_their_forward_operators() -> None:
     found = stacks(kernel_profile(read_trace((H200 / "nccl_world1_3steps.json.gz").read_bytes())))
     backward = {stack: value for stack, value in found.items() if "evaluate_function" in stack}
     linked = {stack for stack in backward if not stack.startswith("autograd::")}
@@ -267,7 +267,7 @@ def test_a_stack_has_a_limited_depth_and_its_kernel() -> None:
     assert [str(frame) for frame in one.stack[:2]] == ["k", f"f{DEPTH_LIMIT - 2}"] and str(one.stack[-1]) == "f0"
 
 
-def test_beyond_the_limit_of_all_stacks_the_longest_kernels_keep_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_frame_limit_the_longest_kernels_keep_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_stacks, "STACK_FRAMES_LIMIT", 7)
     events: list[Event] = []
     for number in range(6):

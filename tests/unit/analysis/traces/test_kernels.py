@@ -51,13 +51,13 @@ def test_everything_else_computes_and_some_of_it_on_tensor_cores(name: str) -> N
     assert tensor_core(trace).tolist() == [name in TENSOR_CORE]
 
 
-def test_a_host_call_communicates_only_where_the_host_does_the_transfer() -> None:
+def test_a_host_call_is_communication_only_if_the_host_transfers() -> None:
     annotation = Category.USER_ANNOTATION
     trace = make_trace([("gloo:all_reduce", annotation, 0, 1), ("nccl:all_reduce", annotation, 1, 1)])
     assert classify(trace).tolist() == [Kind.COMMUNICATION, Kind.NONE]
 
 
-def test_copies_are_memory_sets_compute_and_marks_on_the_device_are_nothing() -> None:
+def test_copies_are_memory_memsets_compute_and_device_marks_nothing() -> None:
     trace = make_trace(
         [
             ("Memcpy DtoH (Device -> Pinned)", Category.MEMCPY, 0, 1),
@@ -69,7 +69,7 @@ def test_copies_are_memory_sets_compute_and_marks_on_the_device_are_nothing() ->
     assert classify(trace).tolist() == [Kind.MEMORY, Kind.COMPUTE, Kind.NONE, Kind.NONE]
 
 
-def test_copies_that_rocm_s_runtime_does_by_a_kernel_are_copies() -> None:
+def test_copy_kernels_of_the_rocm_runtime_are_copies() -> None:
     names = ("__amd_rocclr_copyBuffer.kd", "MEMORY_COPY_HOST_TO_DEVICE", "__amd_rocclr_fillBufferAligned.kd")
     trace = make_trace([(name, Category.KERNEL, number, 1) for number, name in enumerate(names)])
     assert classify(trace).tolist() == [Kind.MEMORY, Kind.MEMORY, Kind.COMPUTE]

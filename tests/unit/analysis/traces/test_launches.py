@@ -26,7 +26,7 @@ def test_a_host_that_runs_ahead_fills_the_queue() -> None:
     assert found.short_kernel_count == 0
 
 
-def test_a_device_that_waits_for_each_launch_has_an_empty_queue_and_kernels_shorter_than_their_launch() -> None:
+def test_waiting_for_launches_shows_an_empty_queue_and_short_kernels() -> None:
     events = [event for number in range(10) for event in launched(number, 50 * number, 50 * number + 6, 3)]
     found = measure_launches(make_trace(events))
     assert found is not None
@@ -61,7 +61,7 @@ def test_top_kernels_are_those_with_the_largest_total() -> None:
     assert len(top_kernels(trace, limit=1)) == 1
 
 
-def test_on_the_host_an_operator_s_time_is_without_what_it_calls() -> None:
+def test_an_operators_host_time_excludes_what_it_calls() -> None:
     trace = make_trace(
         [
             ("aten::linear", Category.CPU_OP, 0, 10),

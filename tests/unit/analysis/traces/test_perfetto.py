@@ -43,7 +43,7 @@ def _real() -> list[tuple[int, bytes]]:
     return [(rank, (H200 / f"gloo_2ranks_rank{rank}.json.gz").read_bytes()) for rank in (0, 1)]
 
 
-def test_every_event_of_every_rank_is_kept_and_each_rank_is_one_process_in_order() -> None:
+def test_every_event_is_kept_and_ranks_are_processes_in_order() -> None:
     files = _real()
     merged = _merged_real()
     for rank, data in files:
@@ -109,7 +109,7 @@ def test_times_move_by_the_shift_to_the_nanosecond() -> None:
     assert (a["pid"], b["pid"]) == (1_000_000, 1_000_003)
 
 
-def test_a_host_with_a_devices_number_and_devices_with_equal_streams_stay_apart() -> None:
+def test_equal_host_device_and_stream_numbers_stay_apart() -> None:
     events = [
         _kernel(1.0, pid=0), _kernel(2.0, pid=1),
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0},
@@ -122,7 +122,7 @@ def test_a_host_with_a_devices_number_and_devices_with_equal_streams_stay_apart(
     assert "unused" not in json.dumps(merged, default=float)
 
 
-def test_a_clock_that_nothing_aligned_does_not_stretch_the_trace_over_years() -> None:
+def test_an_unaligned_clock_does_not_stretch_the_trace() -> None:
     note = {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}}
     merged = _merged([(0, _file([note, _kernel(1.7e15)])), (1, _file([_kernel(5.0)]))])["traceEvents"]
     first, second = (e["ts"] for e in merged if e["ph"] == "X")
@@ -138,7 +138,7 @@ def test_many_small_pieces_and_no_files_make_valid_json(monkeypatch: pytest.Monk
         _merged([(0, b'{"events": []}')])
 
 
-def test_events_that_lack_what_others_have_are_kept_as_they_are() -> None:
+def test_events_with_missing_or_odd_fields_are_kept() -> None:
     odd = [
         {"ph": "X", "name": "no place", "ts": 1, "dur": 2},
         {"ph": "X", "name": "no number", "pid": None, "tid": [1], "ts": "soon"},

@@ -46,7 +46,7 @@ def test_a_neighbour_of_any_number_costs_no_memory() -> None:
     assert bubble is not None and (bubble.stages, bubble.microbatches) == (4, 8)
 
 
-def test_gives_no_theory_where_nobody_says_how_many_stages_there_are() -> None:
+def test_gives_no_theoretical_bubble_for_an_unknown_stage_count() -> None:
     trace = pipeline_trace(wait_us=10, description="mystery")
     bubble = measure_bubble(trace, find_collectives(trace))
     assert bubble is not None and bubble.measured_ratio == pytest.approx(0.1)

@@ -194,14 +194,14 @@ def span(**fields: Any) -> dict[str, Any]:
         ("1.5e3", 1500000),
     ],
 )
-def test_a_time_is_exact_to_the_nanosecond_however_it_is_written(written: str, nanoseconds: int) -> None:
+def test_a_time_is_exact_to_the_nanosecond_in_any_notation(written: str, nanoseconds: int) -> None:
     text = json.dumps({"traceEvents": [span(ts="TS")]}).replace('"TS"', written)
     trace = read_trace(text.encode())
     assert trace.base_ns + int(trace.start_ns[0]) == nanoseconds
     assert abs(int(trace.start_ns[0])) <= 1_000_000_000, "near the base, so that floats of it stay exact"
 
 
-def test_times_written_with_three_places_since_1970_are_exact_in_bulk() -> None:
+def test_many_unix_times_with_three_decimals_are_exact() -> None:
     microseconds = [f"{1682725898236567 + 13 * place}.{place % 1000:03}" for place in range(500)]
     body = ",".join(f'{{"ph":"X","name":"k","ts":{text},"dur":1.001}}' for text in microseconds)
     trace = read_trace(f'{{"traceEvents":[{body}]}}'.encode())
@@ -247,7 +247,7 @@ def test_old_and_foreign_categories_are_known(written: Any, name: str, category:
     assert trace.category.tolist() == [category]
 
 
-def test_a_kernel_of_an_old_trace_runs_on_the_stream_its_thread_names() -> None:
+def test_an_old_traces_kernel_runs_on_its_threads_stream() -> None:
     trace = read_events(
         span(cat="Kernel", pid=1, tid=7, args={"correlation": 5}),
         span(cat="kernel", pid=0, tid=9, args={"device": 2, "stream": 20}, ts=1),
@@ -306,7 +306,7 @@ def test_what_the_profiler_notes_about_collectives_is_kept() -> None:
         ([0, 2, 4], 2, (0, 2, 4)),
     ],
 )
-def test_ranks_of_a_group_are_the_noted_ones_unless_the_list_is_shortened(
+def test_noted_group_ranks_are_used_unless_the_list_is_shortened(
     listed: Any, stride: int, ranks: tuple[int, ...]
 ) -> None:
     noted = {"Process Group Ranks": listed, "Group size": 3, "Global rank start": 0, "Global rank stride": stride}
@@ -314,7 +314,7 @@ def test_ranks_of_a_group_are_the_noted_ones_unless_the_list_is_shortened(
     assert trace.groups == (ProcessGroup("9", "", ranks),)
 
 
-def test_groups_that_claim_a_million_ranks_each_do_not_fill_the_memory() -> None:
+def test_groups_that_claim_a_million_ranks_keep_memory_bounded() -> None:
     claim = {"Collective name": "allreduce", "Group size": (1 << 20) - 1, "Global rank start": 0, "Rank": 7}
     args = [{**claim, "Global rank stride": 1, "Process Group Name": str(number)} for number in range(100)]
     trace = read_events(*(span(ts=number, args=each) for number, each in enumerate(args)))

@@ -84,7 +84,7 @@ def test_a_value_that_is_no_number_is_not_measured(value: str) -> None:
         ('{"ph": "X", "ts": 01}', False, "unreadable event skipped: invalid number (byte {})"),
     ],
 )
-def test_an_event_with_a_missing_or_odd_key_is_mended_or_left_out(event: str, kept: bool, repair: str | None) -> None:
+def test_events_with_missing_or_odd_keys_are_repaired_or_dropped(event: str, kept: bool, repair: str | None) -> None:
     trace = read_trace(whole(good(2), event, good(2, 2)))
     assert len(trace) == 4 + kept
     place = len(whole(good(2), "")) - len('], "traceName": "x"}')
@@ -110,7 +110,7 @@ def test_one_broken_event_costs_no_other(event: str) -> None:
     assert trace.repairs[0].startswith("unreadable event skipped")
 
 
-def test_a_cut_file_gives_the_events_before_the_cut_or_is_refused() -> None:
+def test_a_cut_file_gives_its_complete_events_or_is_refused() -> None:
     text = whole(good(50))
     for cut in (text.rindex(b'"n49"') + 2, text.rindex(b'"dur": 2'), text.index(b'"n49"') - 30):
         trace = read_trace(text[:cut])
@@ -170,7 +170,7 @@ def test_text_that_grows_beyond_the_limit_is_refused() -> None:
         read_trace(packed, text_limit_bytes=100_000)
 
 
-def test_an_event_without_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_event_is_refused_before_it_fills_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "PIECE_BYTES", 1000)
     monkeypatch.setattr(json_stream, "EVENT_LIMIT_BYTES", 100_000)
     blocks = iter([whole(good(3), '{"name": "')[:-20], *([b"a" * 10_000] * 1000)])
@@ -184,7 +184,7 @@ def test_members_of_gzip_follow_one_another() -> None:
     assert len(read_trace(gzip.compress(text[:700]) + gzip.compress(text[700:]) + bytes(64))) == 50
 
 
-def test_random_damage_never_gives_anything_but_a_trace_or_a_reason() -> None:
+def test_random_damage_gives_a_trace_or_a_reason() -> None:
     text = gzip.decompress((H200 / "nccl_world1_3steps.json.gz").read_bytes())[:9000]
     text = (
         text[: text.rindex(b"},\n  {") + 1] + b'\n], "distributedInfo": {"rank": 1, "pg_config": [{"pg_name": "0"}]}}'
@@ -206,7 +206,7 @@ def test_random_damage_never_gives_anything_but_a_trace_or_a_reason() -> None:
     assert read > 30
 
 
-def test_a_broken_place_every_few_events_does_not_have_the_whole_text_looked_at_again_for_each(
+def test_many_broken_events_do_not_rescan_the_whole_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A container that writes such a trace must not keep its node's daemon busy for hours."""

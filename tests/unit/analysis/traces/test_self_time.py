@@ -27,7 +27,7 @@ def _arrivals(
     return find_arrivals(matched, Clocks(shifts, 0.0, ()))
 
 
-def test_transfer_is_what_it_takes_when_all_are_there_and_the_rest_is_waiting() -> None:
+def test_transfer_is_time_with_all_present_and_the_rest_waiting() -> None:
     found = _arrivals([(0, 0, 0, 50), (0, 1, 10, 51), (0, 2, 30, 52), (1, 0, 100, 130), (1, 1, 90, 130)])
     assert found.transfer_ns.tolist() == [20, 30]
     assert found.wait_ns.tolist() == [30, 21, 2, 0, 10]
@@ -41,7 +41,7 @@ def test_arrivals_are_told_on_the_common_clock() -> None:
     assert found.wait_ns.tolist() == [10, 0]
 
 
-def test_a_root_that_left_before_the_last_came_waits_no_negative_time() -> None:
+def test_a_root_that_leaves_early_has_no_negative_wait() -> None:
     found = _arrivals([(0, 0, 0, 20), (0, 1, 30, 60)], CollectiveKind.BROADCAST)
     assert found.transfer_ns.tolist() == [0]
     assert found.wait_ns.tolist() == [20, 30]

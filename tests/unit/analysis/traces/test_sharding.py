@@ -17,7 +17,7 @@ def gathers_of(events: list[Event]) -> Gathers | None:
     return find_gathers(trace, find_collectives(trace))
 
 
-def test_counts_gathers_per_step_with_bytes_exposed_time_and_those_that_were_prefetched() -> None:
+def test_counts_gathers_per_step_with_bytes_exposure_and_prefetches() -> None:
     found = gathers_of(
         [
             ("ProfilerStep#7", Category.USER_ANNOTATION, 0, 1000),
@@ -37,7 +37,7 @@ def test_counts_gathers_per_step_with_bytes_exposed_time_and_those_that_were_pre
     assert scatter.exposed_ns == scatter.duration_ns
 
 
-def test_knows_no_size_where_one_is_not_told_and_no_framework_where_nothing_names_it() -> None:
+def test_gives_no_size_or_framework_that_the_trace_lacks() -> None:
     unsized = {**GATHER, "in_elements": -1, "out_elements": -1}
     found = gathers_of(
         [

@@ -22,7 +22,7 @@ def test_the_profiler_s_own_steps_keep_their_numbers() -> None:
     assert windows(events) == [(6, 0.0, 9.0), (7, 10.0, 100.0)]
 
 
-def test_a_step_ends_with_its_optimizer_and_the_next_begins_there() -> None:
+def test_the_end_of_an_optimizer_separates_two_steps() -> None:
     events: list[Event] = [("aten::mul", OPERATOR, 2, 3)]
     for number in range(3):
         events += [(BACKWARD, OPERATOR, 10 + 20 * number, 2), ("Optimizer.step#SGD.step", MARK, 14 + 20 * number, 4)]
@@ -41,7 +41,7 @@ def test_optimizers_without_a_backward_pass_between_them_end_one_step() -> None:
     assert windows(events) == [(0, 0.0, 25.0), (1, 25.0, 125.0)]
 
 
-def test_optimizers_that_take_turns_after_a_backward_pass_each_end_one_step_together() -> None:
+def test_alternating_optimizers_after_separate_backward_passes_end_one_step() -> None:
     events: list[Event] = []
     for number in range(3):
         begin = 100 * number
@@ -54,7 +54,7 @@ def test_a_trace_that_marks_no_steps_has_none() -> None:
     assert windows([("aten::mul", OPERATOR, 0, 1)]) == []
 
 
-def test_a_kernel_belongs_to_the_step_that_launched_it_however_late_it_runs() -> None:
+def test_a_late_kernel_belongs_to_the_step_that_launched_it() -> None:
     trace = make_trace(
         [
             ("ProfilerStep#0", MARK, 0, 10),
@@ -71,6 +71,6 @@ def test_a_kernel_belongs_to_the_step_that_launched_it_however_late_it_runs() ->
     assert kernels["from before the trace"] == NO_STEP
 
 
-def test_without_any_launch_in_the_trace_a_kernel_belongs_where_it_runs() -> None:
+def test_without_launches_a_kernel_belongs_where_it_runs() -> None:
     trace = make_trace([("ProfilerStep#0", MARK, 0, 10), ("ProfilerStep#1", MARK, 10, 10), ("gemm", KERNEL, 15, 2)])
     assert step_of_rows(trace, find_steps(trace)).tolist() == [0, 1, 1]

@@ -21,7 +21,7 @@ def test_collectives_that_run_at_the_same_time_are_exposed_once() -> None:
     assert (summary.count, summary.total_us, summary.exposed_us) == (2, 33, 20)
 
 
-def test_of_a_real_trace_no_kind_is_exposed_for_longer_than_the_trace_lasts() -> None:
+def test_a_kinds_exposed_time_never_exceeds_a_real_traces_length() -> None:
     trace = read_trace((H200 / "gloo_2ranks_rank0.json.gz").read_bytes())
     (summary,) = summarize_collectives(find_collectives(trace), compute_intervals(trace))
     breakdown = break_down(trace)

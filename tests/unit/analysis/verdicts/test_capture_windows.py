@@ -64,9 +64,7 @@ def watch(
 
 
 @pytest.mark.parametrize(("steps", "captures"), [(5, 6), (10, 4), (2, 14)])
-def test_a_slow_rank_is_named_once_there_are_steps_and_captures_enough_but_never_for_sure(
-    steps: int, captures: int
-) -> None:
+def test_enough_captured_steps_name_a_slow_rank_with_low_confidence(steps: int, captures: int) -> None:
     verdicts = list(watch(*[SLOW] * captures, steps=steps))
     assert (verdicts[-1].kind, verdicts[-1].culprits) == (Kind.SLOW_RANK, (2,))
     assert (verdicts[-1].severity, verdicts[-1].confidence) == (Severity.ALARM, Confidence.LOW)
@@ -80,12 +78,12 @@ def test_a_healthy_job_stays_silent(steps: int) -> None:
         assert {verdict.kind for verdict in watch(*[HEALTHY] * 16, steps=steps, seed=seed)} == {Kind.HEALTHY}
 
 
-def test_one_bad_capture_is_no_evidence_for_the_windows_until_the_next() -> None:
+def test_one_bad_capture_is_no_evidence_for_later_windows() -> None:
     verdicts = list(watch(*[HEALTHY] * 6, SLOW, after=APART, evidence=stacks()))
     assert {verdict.kind for verdict in verdicts} == {Kind.HEALTHY}
 
 
-def test_what_captures_found_stands_between_them_and_goes_when_no_more_come() -> None:
+def test_captured_findings_stand_between_captures_and_then_expire() -> None:
     verdicts = list(watch(*[SLOW] * 6, after=4 * APART))
     between, after = verdicts[6 : 6 + 2 * APART], verdicts[6 + 3 * APART :]
     assert {verdict.kind for verdict in between} == {Kind.SLOW_RANK}
@@ -96,13 +94,13 @@ def test_a_rank_that_recovers_is_let_go_by_later_captures() -> None:
     assert [*watch(*[SLOW] * 6, *[HEALTHY] * 5)][-1].kind is Kind.HEALTHY
 
 
-def test_stacks_are_judged_as_if_there_were_no_captures_while_these_find_nothing() -> None:
+def test_stacks_are_judged_alone_while_captures_find_nothing() -> None:
     *_, first, last = watch(HEALTHY, after=2, evidence=stacks(slow_rank=1))
     for verdict in (first, last):
         assert (verdict.kind, verdict.culprits, verdict.confidence) == (Kind.SLOW_RANK, (1,), Confidence.LOW)
 
 
-def test_captures_speak_for_a_job_of_which_no_stacks_are_taken() -> None:
+def test_captures_alone_judge_a_job_without_stacks() -> None:
     *_, last = watch(*[HEALTHY] * 6, after=2, evidence={})
     assert (last.kind, last.confidence) == (Kind.HEALTHY, Confidence.LOW)
     *_, early = watch(*[HEALTHY] * 3, after=2, evidence={})
@@ -111,7 +109,7 @@ def test_captures_speak_for_a_job_of_which_no_stacks_are_taken() -> None:
     assert (soon.kind, soon.reason) == (Kind.INSUFFICIENT_DATA, "2 of 3 windows compared (in captured steps)")
 
 
-def test_the_cause_is_looked_for_in_the_stacks_around_a_capture() -> None:
+def test_the_cause_comes_from_stacks_around_a_capture() -> None:
     no_phases = {f"{phase}_seconds": np.nan for phase in ("input", "forward", "backward", "optimizer", "other")}
     only_self = dict.fromkeys(range(4), no_phases)
     *_, last = watch(*[SLOW.but(extra=only_self)] * 6, evidence=stacks(slow_rank=2))
@@ -120,9 +118,7 @@ def test_the_cause_is_looked_for_in_the_stacks_around_a_capture() -> None:
 
 
 @pytest.mark.parametrize(("steps", "captures", "between"), [(5, 6, 20), (2, 14, 20), (5, 6, 3)])
-def test_captures_speak_for_ranks_whose_probe_does_not_see_what_they_wait_for(
-    steps: int, captures: int, between: int
-) -> None:
+def test_captures_judge_ranks_whose_probe_cannot_measure_waiting(steps: int, captures: int, between: int) -> None:
     """Also where a window holds fewer steps than are compared."""
 
     def window(job: SyntheticJob, number: int, evidence: Mapping[int, RankEvidence]) -> JobWindow:
@@ -140,7 +136,7 @@ def test_captures_speak_for_ranks_whose_probe_does_not_see_what_they_wait_for(
     assert {verdict.kind for verdict in healthy[captures:]} == {Kind.HEALTHY}
 
 
-def test_without_captures_a_blind_job_says_on_how_many_ranks_waiting_is_measured() -> None:
+def test_a_blind_job_without_captures_counts_ranks_with_measured_waiting() -> None:
     fleet = FleetDetector()
     for number in range(5):
         verdict = fleet.evaluate({"job": blind(HEALTHY, number, {})})["job"]

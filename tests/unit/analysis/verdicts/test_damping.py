@@ -38,7 +38,7 @@ def changes(verdicts: Sequence[Verdict]) -> int:
     return max(sum(changed[start : start + MINUTE]) for start in range(len(changed)))
 
 
-def test_healthy_is_not_said_before_as_many_windows_as_an_alarm_needs() -> None:
+def test_healthy_needs_as_many_windows_as_an_alarm() -> None:
     first, second, third = watch((HEALTHY, 3))
     assert (first.kind, first.reason) == (Kind.INSUFFICIENT_DATA, "1 of 3 windows compared")
     assert (second.kind, second.reason) == (Kind.INSUFFICIENT_DATA, "2 of 3 windows compared")
@@ -46,14 +46,14 @@ def test_healthy_is_not_said_before_as_many_windows_as_an_alarm_needs() -> None:
 
 
 @pytest.mark.parametrize("fault", [LATE, SLOW_DEVICE], ids=["late host", "slow device"])
-def test_a_job_that_is_slow_from_its_first_step_is_never_called_healthy(fault: DeviceJob) -> None:
+def test_a_job_slow_from_the_start_is_never_called_healthy(fault: DeviceJob) -> None:
     assert told(watch((fault, 20))) == ["insufficient_data", "slow_rank"]
 
 
 @pytest.mark.parametrize("fault", [LATE, SLOW_DEVICE], ids=["late host", "slow device"])
 @pytest.mark.parametrize("begins_at", [0.0, 0.2, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("synchronises", [True, False])
-def test_no_other_finding_comes_before_the_right_one_and_its_alarm_comes_within_15_seconds(
+def test_the_right_finding_comes_first_and_alarms_within_15_seconds(
     fault: DeviceJob, begins_at: float, synchronises: bool
 ) -> None:
     before, fault = HEALTHY.but(synchronises=synchronises), fault.but(synchronises=synchronises)
@@ -65,12 +65,12 @@ def test_no_other_finding_comes_before_the_right_one_and_its_alarm_comes_within_
         assert (alarmed + 1 - 10 - begins_at) * WINDOW_SECONDS < 15
 
 
-def test_two_windows_of_a_fault_that_comes_and_goes_are_not_uneven_data() -> None:
+def test_two_windows_of_a_passing_fault_are_not_uneven_data() -> None:
     verdicts = watch((HEALTHY, 6), (LATE.but(begins_at=0.5), 2), (HEALTHY, 8))
     assert not any(verdict.kind is Kind.DATA_IMBALANCE for verdict in verdicts)
 
 
-def test_waiting_that_one_rank_holds_over_a_window_is_not_uneven_data() -> None:
+def test_waiting_caused_by_one_rank_is_not_uneven_data() -> None:
     """Even where it is lost in the noise of its steps and cannot be named."""
     unknown = JobSummary(*[float("nan")] * len(JobSummary._fields))
     uneven = unknown._replace(step_seconds=0.1, mean_waited_ratio=0.3, self_spread_ratio=1.5, slowest_excess_ratio=0.05)
@@ -86,7 +86,7 @@ def test_a_slow_rank_replaces_uneven_data_within_15_seconds() -> None:
     assert told(verdicts)[-2:] == ["data_imbalance", "slow_rank"]
 
 
-def test_a_rank_that_is_slow_now_and_then_is_told_once_and_then_stays() -> None:
+def test_an_intermittently_slow_rank_is_told_once_and_stays() -> None:
     cycle = [(LATE, 3), (HEALTHY, 9)]
     verdicts = watch((HEALTHY, 5), *(cycle * 8))
     assert changes(verdicts[3:]) <= 3
@@ -132,19 +132,19 @@ class TestDoubt:
         assert verdict.reason.startswith("waiting on others is measured on 0 of 4 ranks; ")
 
     @pytest.mark.parametrize("gap", [1, 4, 7, 12, 20])
-    def test_waiting_that_is_measured_now_and_then_does_not_make_the_verdict_flap(self, gap: int) -> None:
+    def test_intermittently_measured_waiting_keeps_the_verdict_stable(self, gap: int) -> None:
         cycle = [("unmeasured", gap), ("all", 1)]
         verdicts = self.play(("all", 4), *(cycle * (200 // gap)))
         assert changes(verdicts[3:]) <= 2
         assert told(verdicts[100:]) in (["healthy"], ["insufficient_data", "healthy"])
 
     @pytest.mark.parametrize(("few", "whole"), [(3, 3), (4, 5), (5, 8)])
-    def test_ranks_that_come_and_go_do_not_make_the_verdict_flap(self, few: int, whole: int) -> None:
+    def test_ranks_that_come_and_go_keep_the_verdict_stable(self, few: int, whole: int) -> None:
         cycle = [("all", whole), ("few", few)]
         assert changes(self.play(("all", 5), *(cycle * 12))[3:]) <= 3
 
 
-def test_after_a_hang_the_ranks_are_compared_before_they_are_called_healthy() -> None:
+def test_after_a_hang_healthy_needs_a_comparison_of_ranks() -> None:
     fleet, random = FleetDetector(), np.random.default_rng(0)
     for number in range(5):
         fleet.evaluate({"job": HEALTHY.window(random, number)})
@@ -167,11 +167,11 @@ class TestDamper:
             kinds.append(standing.kind)
         return kinds
 
-    def test_an_alarm_gives_way_to_an_alarm_of_another_kind_but_not_to_a_warning(self) -> None:
+    def test_only_an_alarm_of_another_kind_replaces_an_alarm(self) -> None:
         warning = replace(SLOW_RANK, severity=Severity.WARNING)
         assert self.settle(FINE, IMBALANCE, warning, SLOW_RANK)[-2:] == [Kind.DATA_IMBALANCE, Kind.SLOW_RANK]
 
-    def test_a_rank_that_is_named_again_and_again_is_not_replaced_by_a_finding_without_one(self) -> None:
+    def test_uneven_data_does_not_replace_a_repeatedly_named_rank(self) -> None:
         said = [FINE, SLOW_RANK, FINE, SLOW_RANK, IMBALANCE, IMBALANCE]
         assert self.settle(*said)[-2:] == [Kind.SLOW_RANK, Kind.SLOW_RANK]
 

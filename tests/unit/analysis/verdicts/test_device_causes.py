@@ -54,27 +54,27 @@ def test_a_healthy_device_job_raises_nothing(synchronises: bool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_a_spread_of_one_to_two_percent_that_changes_by_window_raises_nothing(ranks: int) -> None:
+def test_a_small_spread_that_changes_by_window_raises_nothing(ranks: int) -> None:
     for seed in range(4):
         verdicts = watch((HEALTHY.but(ranks=ranks, noise=0.015), 100), seed=seed)
         assert not any(verdict.kind.is_finding for verdict in verdicts)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_a_device_slower_by_a_tenth_is_found_though_its_self_time_holds_the_transfer(ranks: int) -> None:
+def test_a_device_slower_by_a_tenth_is_found_despite_transfers(ranks: int) -> None:
     slow = HEALTHY.but(ranks=ranks, slow_device={1: 0.005}, transfer_seconds=0.010)  # 50 ms of self time, not 40
     verdict = watch((HEALTHY.but(ranks=ranks), 4), (slow, 5))[-1]
     assert (verdict.kind, verdict.culprits, verdict.is_alarm) == (Kind.SLOW_RANK, (1,), True)
     assert verdict.impact_ratio == pytest.approx(5 / 57, abs=0.02)
 
 
-def test_two_ranks_have_no_spread_to_learn_from_and_must_be_further_apart() -> None:
+def test_two_ranks_need_a_larger_difference_than_more_ranks() -> None:
     slow = HEALTHY.but(slow_device={1: 0.0030})
     assert watch((slow, 8))[-1].culprits == (1,)
     assert watch((slow.but(ranks=2), 8))[-1].kind is Kind.HEALTHY
 
 
-def test_by_the_hosts_clock_it_takes_a_tenth_of_self_time() -> None:
+def test_host_timed_ranks_must_differ_by_a_tenth() -> None:
     by_host = {rank: {"host_seconds": np.nan, "run_ahead_seconds": np.nan} for rank in range(4)}
     slow = HEALTHY.but(slow_device={1: 0.0035})
     assert watch((slow, 8))[-1].culprits == (1,)
@@ -90,29 +90,29 @@ def test_a_policy_may_ask_for_more_on_devices_too() -> None:
 
 class TestHostIsLate:
     @LOOPS
-    def test_the_line_is_named_and_by_how_much_the_host_is_late(self, synchronises: bool) -> None:
+    def test_the_line_and_the_hosts_delay_are_named(self, synchronises: bool) -> None:
         job = HEALTHY.but(late={2: 0.060}, synchronises=synchronises)
         cause = cause_of(job, seen({2: SLEEPS}))
         assert (cause.bound, cause.phase) == (HOST, "forward")
         assert lines(cause) == [SLEEP.line]
         assert cause.evidence.startswith("its host is late by ")
 
-    def test_a_little_late_in_a_loop_that_enqueues_a_step_at_once_and_waits_for_it(self) -> None:
+    def test_a_slight_delay_is_host_bound_in_a_synchronising_loop(self) -> None:
         """Its host is ahead by nine tenths of the step, as all hosts are."""
         assert cause_of(HEALTHY.but(late={2: 0.005})).bound == HOST
 
-    def test_the_hosts_that_wait_for_it_are_further_ahead_than_it_is(self) -> None:
+    def test_waiting_hosts_are_further_ahead_than_the_late_one(self) -> None:
         columns = HEALTHY.but(late={2: 0.060}).window(np.random.default_rng(0)).columns
         assert columns.run_ahead_seconds[2] == columns.run_ahead_seconds.min()
 
-    def test_a_line_in_backward_is_named_for_a_delay_in_backward(self) -> None:
+    def test_a_backward_delay_names_a_line_in_backward(self) -> None:
         """And not a line of forward that it is seen in a little more."""
         line = FrameSeen("forward", "model.py", 7, 0.3, 0.2, "forward")
         stacks = profile(30, line, HOOK, forward=0.3, backward=0.6, device_sync=0.1)
         cause = cause_of(HEALTHY.but(late={2: 0.060}), seen({2: stacks}))
         assert (cause.phase, lines(cause)) == ("backward", [HOOK.line])
 
-    def test_the_line_decides_where_the_hosts_that_wait_are_blocked_in_a_phase(self) -> None:
+    def test_the_phase_follows_the_line_where_waiting_hosts_are_blocked(self) -> None:
         blocked = profile(30, FrameSeen("linear", "torch/linear.py", 9, 0.8, 0.8, "forward"), forward=0.9, backward=0.1)
         job = HEALTHY.but(late={2: 0.060}, synchronises=False)
         stacks = {rank: SLEEPS if rank == 2 else blocked for rank in range(4)}
@@ -147,12 +147,12 @@ class TestDeviceIsSlow:
         assert (cause.bound, cause.phase, cause.frames) == (DEVICE, "throttled", ())
         assert "GPU at 900 of 1,980 MHz, hw_thermal 50% of the time" in cause.evidence
 
-    def test_a_lower_clock_that_explains_part_of_it_is_told_as_such(self) -> None:
+    def test_a_lower_clock_explaining_only_part_is_reported_as_part(self) -> None:
         cause = cause_of(HEALTHY.but(slow_device={2: 0.050}), seen(gpus={2: GpuEvidence(1600 * MHZ)}))
         assert cause.phase == "device"
         assert cause.evidence.endswith("GPU at 1,600 MHz; peers at 1,755 MHz: part of it")
 
-    def test_a_lower_clock_of_a_host_that_is_late_explains_nothing(self) -> None:
+    def test_a_lower_clock_behind_a_late_host_explains_nothing(self) -> None:
         """A GPU that waits for its host may clock down."""
         idle = GpuEvidence(600 * MHZ, 1980 * MHZ, 1.0)
         assert cause_of(HEALTHY.but(late={2: 0.060}), seen(gpus={2: idle})).phase == "unknown"
@@ -163,7 +163,7 @@ class TestDeviceIsSlow:
         evidence = cause_of(HEALTHY.but(slow_device={2: 0.050}), seen(gpus=gpus)).evidence
         assert evidence.endswith("longer kernels, 84 °C against 60 °C; other ranks use the same GPU")
 
-    def test_ecc_errors_that_the_peers_do_not_have_are_told_before_the_clock(self) -> None:
+    def test_ecc_errors_that_peers_lack_are_told_before_the_clock(self) -> None:
         gpus = {rank: replace(GPU, seconds=2.0, ecc_corrected_errors=0) for rank in range(4)}
         gpus[2] = replace(gpus[2], ecc_corrected_errors=4)
         evidence = cause_of(HEALTHY.but(slow_device={2: 0.050}), seen(gpus=gpus)).evidence
@@ -171,7 +171,7 @@ class TestDeviceIsSlow:
         # Summed over the windows in which the rank was slow.
         assert evidence.endswith(f"; 20 ECC errors on its GPU in 10 s, its peers none; {clock}")
 
-    def test_ecc_errors_are_told_beside_a_lower_clock_that_explains_it(self) -> None:
+    def test_a_pending_row_remap_is_told_beside_a_lower_clock(self) -> None:
         gpus = {rank: replace(GPU, ecc_corrected_errors=0, row_remap_pending=False) for rank in range(4)}
         gpus[2] = replace(gpus[2], sm_clock_hertz=900 * MHZ, row_remap_pending=True)
         cause = cause_of(HEALTHY.but(slow_device={2: 0.020}), seen(gpus=gpus))
@@ -190,7 +190,7 @@ class TestDeviceIsSlow:
         cause = cause_of(HEALTHY.but(slow_device={2: 0.050}, extra=forward))
         assert "more on its device, in forward;" in cause.evidence
 
-    def test_a_host_that_queues_for_a_cpu_meanwhile_is_not_to_blame(self) -> None:
+    def test_a_host_that_meanwhile_queues_for_cpu_is_not_blamed(self) -> None:
         job = HEALTHY.but(slow_device={2: 0.010}, extra={2: {"starved_seconds": 0.008}})
         assert cause_of(job).phase == "device"
 
@@ -233,7 +233,7 @@ class TestBoundNotKnown:
         cause = cause_of(HEALTHY.but(late={2: 0.060}, extra=unknown), seen({2: SLEEPS}))
         assert (cause.bound, cause.phase, lines(cause)) == ("", "forward", [SLEEP.line])
 
-    def test_a_peer_of_which_it_is_not_known_is_left_out(self) -> None:
+    def test_peers_with_unknown_run_ahead_are_left_out(self) -> None:
         unknown = {rank: {"run_ahead_seconds": np.nan} for rank in (0, 1)}
         assert cause_of(HEALTHY.but(slow_device={2: 0.050}, extra=unknown)).bound == DEVICE
         assert cause_of(HEALTHY.but(late={2: 0.060}, extra=unknown)).bound == HOST
@@ -293,7 +293,7 @@ PAIRED_BY_CHANCE = (
 )
 
 
-def test_ranks_that_pair_by_the_noise_of_their_steps_are_not_uneven_data() -> None:
+def test_ranks_paired_by_step_noise_are_not_uneven_data() -> None:
     phases = []
     for step, own, spreads, samples in PAIRED_BY_CHANCE:
         extra = {

@@ -26,7 +26,7 @@ def named(mine: GpuEvidence | None, *peers: GpuEvidence, slowdown: float = SLOWD
     return None if cause is None else cause.evidence
 
 
-def test_a_hot_gpu_is_named_with_its_clock_its_reason_and_its_peers() -> None:
+def test_a_hot_gpu_is_named_with_clock_reason_and_peers() -> None:
     assert named(HOT) == "GPU at 1,200 of 1,980 MHz, hw_thermal 40% of the time; peers at 1,900 MHz"
 
 
@@ -49,13 +49,13 @@ def test_a_lower_power_limit_than_the_peers_is_named_too() -> None:
         (HOT, [], 1.5),
     ],
 )
-def test_what_the_clock_does_not_explain_is_not_blamed_on_it(
+def test_the_clock_is_blamed_only_for_what_it_explains(
     mine: GpuEvidence | None, peers: list[GpuEvidence], slowdown: float
 ) -> None:
     assert name_throttle(mine, peers, slowdown, DEFAULT_POLICY) is None
 
 
-def test_without_clocks_heat_that_the_peers_do_not_have_is_named_and_a_power_cap_is_not() -> None:
+def test_without_clocks_heat_is_named_and_power_caps_are_not() -> None:
     unknown = GpuEvidence(throttled_shares={"power_cap": 1.0})
     assert named(replace(unknown, throttled_shares={"hw_thermal": 0.6}), unknown) is not None
     assert named(unknown, GpuEvidence()) is None
@@ -133,12 +133,12 @@ def test_a_job_with_a_throttled_gpu_is_told_so() -> None:
     assert "1,200 of 1,980 MHz" in verdict.cause.evidence
 
 
-def test_a_slow_rank_with_a_gpu_like_the_others_is_told_by_its_phase() -> None:
+def test_a_slow_rank_with_an_ordinary_gpu_keeps_its_phase() -> None:
     verdict = verdict_of(SLOW, dict.fromkeys(range(4), HEALTHY))
     assert verdict.culprits == (2,) and verdict.cause.phase == "forward"
 
 
-def test_a_rank_that_waits_for_its_input_is_not_excused_by_a_slow_clock() -> None:
+def test_a_slow_clock_does_not_explain_waiting_for_input() -> None:
     slow_input = replace(SLOW, excess_phase="input")
     verdict = verdict_of(slow_input, {rank: HOT if rank == 2 else HEALTHY for rank in range(4)})
     assert verdict.culprits == (2,) and verdict.cause.phase == "input"

@@ -67,7 +67,7 @@ def played(own: Mapping[int, float], phases: Sequence[Sequence[Sequence[int]]], 
     return waits_of(rows, step.tolist())
 
 
-def test_the_rank_with_the_shortest_spans_is_the_one_that_the_others_wait_for() -> None:
+def test_the_others_wait_for_the_rank_with_shortest_spans() -> None:
     waits = waits_of([[(7, EXPOSED, seconds, 0.1)] for seconds in (0.065, 0.064, 0.005, 0.066)])
     assert on_others(waits) == pytest.approx([0.060, 0.059, 0.0, 0.061])
     assert waits.transfer_seconds == pytest.approx([0.005] * 4)
@@ -82,9 +82,7 @@ def test_the_rank_with_the_shortest_spans_is_the_one_that_the_others_wait_for() 
         pytest.param([[(0, 1), (2, 3)]] * 3 + [[(0, 2), (1, 3)]], id="HSDP: shards gathered, then replicas reduced"),
     ],
 )
-def test_a_rank_that_is_late_because_another_group_kept_it_is_not_the_culprit(
-    culprit: int, phases: list[list[tuple[int, ...]]]
-) -> None:
+def test_a_rank_delayed_by_another_group_is_not_the_culprit(culprit: int, phases: list[list[tuple[int, ...]]]) -> None:
     own = {rank: 0.1 if rank == culprit else 0.04 for rank in range(4)}
     waits = played(own, phases)
     waiting = on_others(waits)
@@ -111,7 +109,7 @@ def test_the_same_group_of_another_kind_is_another_group() -> None:
     assert on_others(waits) == pytest.approx([0.0, 0.0])
 
 
-def test_stages_of_a_pipeline_are_not_compared_and_what_they_wait_counts_in_full() -> None:
+def test_pipeline_stages_are_not_compared_and_their_waits_count_fully() -> None:
     waits = waits_of([[(7, POINT_TO_POINT, 0.02, 0.1)], [(7, POINT_TO_POINT, 0.05, 0.1)]])
     assert waits.wait_seconds == pytest.approx([0.02, 0.05])
     assert waits.transfer_seconds.tolist() == [0.0, 0.0]
@@ -128,7 +126,7 @@ def test_a_transfer_beside_other_work_takes_nothing_from_the_step(kind: int, tra
     assert waits.self_seconds == pytest.approx([0.07 - transfer, 0.1 - transfer])
 
 
-def test_overlapped_spans_may_be_longer_than_the_step_and_still_tell_who_is_late() -> None:
+def test_overlapped_spans_longer_than_a_step_show_the_late_rank() -> None:
     waits = waits_of([[(7, OVERLAPPED, seconds, 0.1)] for seconds in (0.19, 0.13, 0.40)])
     assert waits.wait_seconds == pytest.approx([0.06, 0.0, 0.1])
     assert waits.self_seconds == pytest.approx([0.04, 0.1, 0.0])
@@ -169,13 +167,13 @@ def test_members_that_do_not_report_are_not_guessed_at() -> None:
         (NAN, EXPOSED, 0.01, 0.1),
     ],
 )
-def test_a_row_that_cannot_be_true_is_not_there_and_its_neighbours_are_not_compared_with_it(row: Row) -> None:
+def test_an_impossible_row_is_dropped_and_compared_with_nothing(row: Row) -> None:
     waits = waits_of([[row], [(7, EXPOSED, 0.06, 0.1)], [(7, EXPOSED, 0.05, 0.1)]])
     assert np.isnan(waits.wait_seconds[0]) and np.isnan(waits.self_seconds[0])
     assert on_others(waits)[1:] == pytest.approx([0.01, 0.0])
 
 
-def test_a_huge_figure_makes_a_wait_of_one_step_and_nothing_else() -> None:
+def test_a_huge_figure_counts_as_a_wait_of_one_step() -> None:
     for kind in (EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER):
         waits = waits_of([[(7, kind, 1e300, 0.1)] * 8, [(7, kind, 0.0, 0.1)]])
         assert waits.wait_seconds.tolist() == [0.1, 0.0]
@@ -198,7 +196,7 @@ _RANKS = st.lists(st.tuples(st.lists(_ROWS, max_size=8), st.floats(1e-9, 1e6), s
 
 
 @given(_RANKS, st.randoms(use_true_random=False))
-def test_whatever_ranks_say_their_step_is_divided_and_their_order_does_not_matter(
+def test_any_rows_divide_the_step_regardless_of_rank_order(
     ranks: list[tuple[list[Row], float, int]], random: Random
 ) -> None:
     order = list(range(len(ranks)))

@@ -75,7 +75,7 @@ def judge(odd: Stall, waiting: Stall = WAITING, ranks: int = 4, departed: tuple[
         ("forward", ("wait_for_schedule (/app/model.py:7)", MAIN), "wait_for_schedule (model.py:7)"),
     ],
 )
-def test_the_rank_that_others_wait_for_is_named_with_its_own_line(
+def test_the_awaited_rank_is_named_with_its_own_line(
     phase: str, stack: tuple[str, ...], place: str, ranks: int
 ) -> None:
     verdict = judge(replace(IDLE, phase=phase, stack=stack), ranks=ranks)
@@ -101,7 +101,7 @@ def test_a_stopped_rank_is_named_even_where_it_waits_itself() -> None:
     assert "a signal has stopped it" in verdict.reason
 
 
-def test_a_rank_that_has_ended_is_named_and_the_place_of_the_others() -> None:
+def test_an_ended_rank_is_named_with_the_others_place() -> None:
     verdict = judge(IDLE, departed=(3,))
     assert verdict is not None
     assert (verdict.culprits, verdict.cause.phase, verdict.cause.frames) == ((3,), "ended", ())
@@ -111,13 +111,13 @@ def test_a_rank_that_has_ended_is_named_and_the_place_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
-def test_a_rank_at_work_is_no_hang_however_many_wait_for_it(ranks: int) -> None:
+def test_a_working_rank_is_no_hang_however_many_wait(ranks: int) -> None:
     assert judge(replace(IDLE, is_working=True), ranks=ranks) is None
     evaluating = replace(IDLE, phase="forward", stack=("evaluate (/app/train.py:9)", MAIN), is_working=True)
     assert judge(evaluating, ranks=ranks) is None
 
 
-def test_a_rank_that_works_without_end_hangs_the_job_before_the_collective_times_out() -> None:
+def test_a_rank_working_endlessly_is_a_hang_before_the_timeout() -> None:
     seconds = DEFAULT_POLICY.hang_working_seconds
     waiting = replace(WAITING, seconds_since_step=seconds)
     looping = replace(IDLE, stack=("spin (/app/train.py:9)", MAIN), is_working=True, seconds_since_step=seconds)
@@ -183,7 +183,7 @@ def test_a_checkpoint_hangs_when_it_makes_no_progress_for_long() -> None:
     assert judge(replace(stuck, is_working=None), waiting) is None
 
 
-def test_ranks_that_wait_inside_a_checkpoint_wait_for_the_rank_that_writes() -> None:
+def test_ranks_waiting_in_a_checkpoint_wait_for_its_writer() -> None:
     seconds = DEFAULT_POLICY.hang_checkpoint_seconds + 1
     gathering = replace(
         WAITING, phase="checkpoint", stack=IN_CHECKPOINT_GATHER, seconds_since_step=seconds, collectives_enqueued=None
@@ -200,7 +200,7 @@ def test_ranks_that_wait_inside_a_checkpoint_wait_for_the_rank_that_writes() -> 
     assert judge(early, early) is None
 
 
-def test_ranks_that_wait_in_different_collectives_are_shown_apart_and_nobody_is_named() -> None:
+def test_waits_in_different_collectives_are_listed_apart_and_name_nobody() -> None:
     in_barrier = replace(WAITING, phase="communication", stack=IN_BARRIER)
     verdict = judge(in_barrier)
     assert verdict is not None
@@ -209,7 +209,7 @@ def test_ranks_that_wait_in_different_collectives_are_shown_apart_and_nobody_is_
     assert verdict.cause.evidence == f"all ranks wait for each other; {places}"
 
 
-def test_many_places_are_cut_to_the_odd_ones_and_the_largest() -> None:
+def test_many_places_are_cut_to_odd_and_largest_ones() -> None:
     stalls = dict.fromkeys(range(64), WAITING)
     for rank in range(20):
         stalls[rank] = replace(WAITING, stack=(*IN_BACKWARD[:-1], f"main (/app/train.py:{rank})"))

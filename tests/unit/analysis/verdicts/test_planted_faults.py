@@ -43,7 +43,7 @@ def test_the_planted_rank_is_named_and_no_other(
 
 @many
 @given(job=jobs(), seed=st.integers(0, 2**32 - 1), factor=st.floats(1.3, 3.0), data=st.data())
-def test_the_planted_stage_is_named_and_no_rank_of_it_alone(
+def test_the_planted_stage_is_named_and_no_single_rank(
     job: SyntheticJob, seed: int, factor: float, data: st.DataObject
 ) -> None:
     job = job.but(pipeline=max(job.pipeline, 2))

@@ -37,7 +37,7 @@ def kinds(verdicts: Mapping[str, Verdict]) -> dict[str, Kind]:
     return {job: verdict.kind for job, verdict in verdicts.items()}
 
 
-def test_each_job_is_judged_by_its_own_thresholds_in_the_same_tick() -> None:
+def test_jobs_of_one_tick_are_judged_by_their_own_thresholds() -> None:
     told = Fleet(a=LENIENT, b=replace(DEFAULT_POLICY, mfu_target_ratio=0.4)).play()
     assert kinds(told) == {"a": Kind.HEALTHY, "b": Kind.SLOW_RANK, "c": Kind.SLOW_RANK}
     assert told["b"].culprits == (3,)
@@ -48,7 +48,7 @@ def test_a_target_of_one_job_is_not_anothers() -> None:
     assert kinds(told) == {"a": Kind.LOW_MFU, "b": Kind.HEALTHY, "c": Kind.HEALTHY}
 
 
-def test_an_alarm_is_not_held_by_hysteresis_against_thresholds_that_have_changed() -> None:
+def test_changed_thresholds_release_an_alarm_without_hysteresis() -> None:
     fleet = Fleet()
     assert fleet.play()["a"].severity is Severity.ALARM
     # Halfway to the new threshold lies 1.25, which the rank still exceeds.
@@ -59,7 +59,7 @@ def test_an_alarm_is_not_held_by_hysteresis_against_thresholds_that_have_changed
     assert fleet.play()["a"].severity is Severity.ALARM
 
 
-def test_a_new_policy_does_not_make_a_standing_fault_of_communication_normal() -> None:
+def test_a_new_policy_keeps_a_standing_communication_fault() -> None:
     fleet = Fleet()
     fleet.play(job=HEALTHY)
     slow = HEALTHY.but(transfer_seconds=0.03)

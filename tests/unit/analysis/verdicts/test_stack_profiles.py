@@ -50,7 +50,7 @@ def ranks(culprit: StackProfile, usual: StackProfile) -> dict[int, StackProfile]
     return {0: usual, 1: usual, 2: usual, 3: culprit}
 
 
-def test_after_a_minute_the_cause_has_the_share_of_the_rank_and_that_of_its_peers() -> None:
+def test_after_a_minute_the_cause_has_rank_and_peer_shares() -> None:
     found = causes(SLOW, 45 * [ranks(stacks(0.41), stacks(0.02))])
     assert all((cause.phase, cause.frames[0].line) == ("input", 88) for cause in found[6:])
     is_told = [SENTENCE in cause.evidence for cause in found]
@@ -58,13 +58,13 @@ def test_after_a_minute_the_cause_has_the_share_of_the_rank_and_that_of_its_peer
     assert found[-1].evidence.endswith(f" ms a step more input than its peers; {SENTENCE}")
 
 
-def test_a_host_that_is_late_is_explained_in_the_same_words() -> None:
+def test_a_late_host_is_explained_in_the_same_words() -> None:
     cause = causes(DeviceJob(late={3: 0.030}), 40 * [ranks(stacks(0.41), stacks(0.02))])[-1]
     assert cause.bound == HOST
     assert cause.evidence.startswith("its host is late by ") and cause.evidence.endswith(f" in input; {SENTENCE}")
 
 
-def test_without_steps_the_rank_that_stacks_show_is_explained_in_the_same_words() -> None:
+def test_without_steps_stacks_explain_a_rank_in_the_same_words() -> None:
     unknown = {f.name: np.nan for f in fields(RankColumns) if f.name not in ("job", "rank", "stage", "place")}
     job = SLOW.but(extra=dict.fromkeys(range(4), unknown))
     found = causes(job, 60 * [ranks(stacks(0.41), stacks(0.02))], warm_up=12)
@@ -79,7 +79,7 @@ def test_few_samples_name_the_line_and_no_shares(samples: int) -> None:
     assert "spends" not in found[-1].evidence
 
 
-def test_a_line_that_one_peer_is_seen_in_as_much_has_no_shares() -> None:
+def test_a_line_as_frequent_on_a_peer_has_no_shares() -> None:
     seen = {**ranks(stacks(0.41), stacks(0.02)), 1: stacks(0.42)}
     cause = causes(SLOW, 40 * [seen])[-1]
     assert cause.frames[0].line == 88 and "spends" not in cause.evidence
@@ -97,7 +97,7 @@ def test_the_caller_of_many_short_lines_has_no_shares() -> None:
     assert [frame.line for frame in cause.frames] == [55] and "spends" not in cause.evidence
 
 
-def test_when_another_line_becomes_slow_the_old_one_is_not_named_for_it() -> None:
+def test_a_newly_slow_line_replaces_the_old_one() -> None:
     before, after = ranks(stacks(0.41), stacks(0.02)), ranks(stacks(0.41, line=99), stacks(0.02))
     found = causes(SLOW, [*(60 * [before]), *(80 * [after])])
     assert SENTENCE in found[59].evidence

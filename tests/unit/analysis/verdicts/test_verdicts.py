@@ -32,7 +32,7 @@ def test_a_healthy_job_raises_nothing() -> None:
         assert {v.kind for v in watch((HEALTHY, 30), seed=seed)[2:]} == {Kind.HEALTHY}
 
 
-def test_a_slow_rank_is_named_though_every_rank_has_the_same_step_time() -> None:
+def test_a_slow_rank_is_named_despite_equal_step_times() -> None:
     job = HEALTHY.but(slow_ranks={2: 1.6})
     columns = job.window(np.random.default_rng(0)).columns
     assert np.ptp(columns.step_seconds) == 0
@@ -53,14 +53,14 @@ def test_the_phase_that_holds_the_excess_is_the_cause(phase: str) -> None:
     assert watch((HEALTHY.but(slow_ranks={1: 1.5}, excess_phase=phase), 6))[-1].cause.phase == phase
 
 
-def test_a_cause_that_was_named_is_not_forgotten_when_noise_hides_it() -> None:
+def test_a_named_cause_is_kept_when_noise_hides_it() -> None:
     clear = HEALTHY.but(slow_ranks={1: 1.6})
     hidden = {"forward_seconds": 0.025, "backward_seconds": 0.045, "optimizer_seconds": 0.010}
     verdicts = watch((clear, 5), (clear.but(extra={1: hidden}), 3))
     assert [v.cause.phase for v in verdicts[-4:]] == ["forward"] * 4
 
 
-def test_the_line_named_for_a_long_backward_is_a_line_in_backward() -> None:
+def test_a_long_backward_names_a_line_in_backward() -> None:
     hook = FrameSeen("hook", "train.py", 40, 0.4, 0.4, "backward_code")
     line = FrameSeen("forward", "model.py", 7, 0.3, 0.2, "forward")
     stacks = {
@@ -126,7 +126,7 @@ def test_a_long_stage_condemns_the_stage_and_no_rank() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_pipeline_on_a_contended_machine_is_not_a_slow_stage(seed: int) -> None:
+def test_a_contended_pipeline_is_not_a_slow_stage(seed: int) -> None:
     """Queueing is known for the training thread only. The threads that it waits for queue too, and its work takes
     longer: measured at a load of 14 to 22 on two cores, stages that do the same work are 1.16 to 1.53 times apart."""
     random = np.random.default_rng(seed)
@@ -142,13 +142,13 @@ def test_a_pipeline_on_a_contended_machine_is_not_a_slow_stage(seed: int) -> Non
     assert (verdict.kind, verdict.stage, verdict.severity) == (Kind.SLOW_STAGE, 1, Severity.ALARM)
 
 
-def test_all_ranks_of_a_hot_node_are_reported_as_that_node_once() -> None:
+def test_a_hot_nodes_ranks_are_reported_once_as_that_node() -> None:
     job = SyntheticJob(data=16, nodes=4, slow_ranks=dict.fromkeys(range(4, 8), 1.4))
     verdict = watch((job, 6))[-1]
     assert (verdict.kind, verdict.culprits, verdict.group) == (Kind.SLOW_RANK, (4, 5, 6, 7), "node node-1")
 
 
-def test_one_hot_node_of_two_is_found_though_half_the_cohort_is_slow() -> None:
+def test_one_hot_node_of_two_is_found() -> None:
     job = SyntheticJob(data=8, nodes=2, slow_ranks=dict.fromkeys(range(4), 1.4))
     verdict = watch((job, 6))[-1]
     assert (verdict.kind, verdict.group) == (Kind.SLOW_RANK, "node node-0")
@@ -164,18 +164,18 @@ def test_uneven_data_blames_nobody() -> None:
     assert (verdict.kind, verdict.culprits) == (Kind.DATA_IMBALANCE, ())
 
 
-def test_a_slow_network_blames_nobody_and_is_told_from_the_jobs_own_past() -> None:
+def test_a_slow_network_is_found_from_history_and_blames_nobody() -> None:
     verdict = watch((HEALTHY, 8), (HEALTHY.but(transfer_seconds=0.060), 5))[-1]
     assert (verdict.kind, verdict.culprits) == (Kind.SLOW_COMMUNICATION, ())
     assert verdict.impact_ratio == pytest.approx(55 / 110, abs=0.05)
 
 
-def test_a_busy_machine_that_slows_everything_is_not_a_slow_network() -> None:
+def test_a_generally_busy_machine_is_not_a_slow_network() -> None:
     busy = HEALTHY.but(transfer_seconds=0.015, self_seconds=0.110)
     assert not any(v.is_alarm for v in watch((HEALTHY, 8), (busy, 8)))
 
 
-def test_time_on_a_run_queue_names_a_rank_only_when_it_dominates() -> None:
+def test_run_queue_time_names_a_rank_only_when_dominant() -> None:
     def queued(factor: float) -> SyntheticJob:
         return HEALTHY.but(slow_ranks={1: factor}, extra={1: {"starved_seconds": 0.05 * (factor - 1)}})
 
@@ -220,7 +220,7 @@ class TestAbstention:
         assert verdict.kind is Kind.INSUFFICIENT_DATA and "clocks" in verdict.reason
 
 
-def test_steps_longer_than_a_window_are_gathered_before_ranks_are_compared() -> None:
+def test_steps_longer_than_a_window_are_gathered_before_comparison() -> None:
     job = HEALTHY.but(self_seconds=1.5, transfer_seconds=0.1, steps=1, slow_ranks={2: 1.5})
     verdicts = watch((job, 60))
     assert (verdicts[-1].kind, verdicts[-1].culprits) == (Kind.SLOW_RANK, (2,))
@@ -270,7 +270,7 @@ class TestHang:
         stalls[3] = Stall(9.0, "input", ("read (dataset.py:3)",), same_stack_looks=2)
         assert self.judge(stalls) == (Kind.HANG, (3,), "input")
 
-    def test_a_rank_that_stands_in_a_hook_of_backward_does_not_wait(self) -> None:
+    def test_a_rank_in_a_backward_hook_is_not_waiting(self) -> None:
         stalls = self.waiting(phase="backward")
         stalls[3] = Stall(9.0, "backward_code", ("compress (model.py:88)",), same_stack_looks=2)
         assert self.judge(stalls) == (Kind.HANG, (3,), "backward")
@@ -295,7 +295,7 @@ class TestHang:
         stalls[0] = Stall(60.0, "checkpoint", same_stack_looks=2)
         assert self.judge(stalls)[0] is not Kind.HANG
 
-    def test_a_rank_that_ended_is_named_when_the_others_wait_for_it(self) -> None:
+    def test_an_ended_rank_is_named_while_the_others_wait(self) -> None:
         assert self.judge(self.waiting(ranks=3), departed=(3,))[:2] == (Kind.HANG, (3,))
 
     def test_one_rank_that_moves_is_no_hang(self) -> None:
@@ -337,22 +337,22 @@ class TestDelayInsideBackward:
         assert (verdicts[-1].kind, verdicts[-1].culprits) == (Kind.SLOW_RANK, (1,))
         return verdicts[-1].cause
 
-    def test_the_line_of_backward_is_named_however_many_lines_of_forward_are_in_excess(self) -> None:
+    def test_the_backward_line_is_named_despite_excess_forward_lines(self) -> None:
         cause = self.cause(_profile_of_backward(0.5, 0.3, 0.2), _profile_of_backward(0.1, 0.05, 0.85), "backward")
         assert (cause.phase, [frame.line for frame in cause.frames]) == ("backward", [88])
 
-    def test_when_the_engine_itself_is_slow_no_line_of_forward_is_named_for_it(self) -> None:
+    def test_a_slow_engine_names_no_line_of_forward(self) -> None:
         cause = self.cause(_profile_of_backward(0.5, 0.0, 0.5), _profile_of_backward(0.1, 0.0, 0.9), "backward")
         assert (cause.phase, cause.frames) == ("backward", ())
 
-    def test_forward_lasts_until_backward_begins_so_a_line_of_the_loop_may_be_named_for_it(self) -> None:
+    def test_a_loop_line_before_backward_can_be_named_for_forward(self) -> None:
         loop = FrameSeen("train", "train.py", 20, 0.4, 0.4, "other")
         slow = StackProfile(20, {"other": 0.4, "backward": 0.6}, (loop,))
         usual = StackProfile(20, {"backward": 1.0}, ())
         cause = self.cause(slow, usual, "forward")
         assert (cause.phase, [frame.line for frame in cause.frames]) == ("forward", [20])
 
-    def test_without_phases_of_the_step_stacks_tell_that_it_is_backward(self) -> None:
+    def test_without_step_phases_stacks_show_the_backward_phase(self) -> None:
         nothing = {f"{phase}_seconds": np.nan for phase in ("input", "forward", "backward", "optimizer", "other")}
         job = HEALTHY.but(slow_ranks={1: 1.6}, extra=dict.fromkeys(range(4), nothing))
         slow, usual = _profile_of_backward(0.1, 0.5, 0.4), _profile_of_backward(0.1, 0.0, 0.9)
@@ -377,7 +377,7 @@ class TestStacksAlone:
             found.append((verdict.kind.value, verdict.culprits, verdict.confidence.value, verdict.cause))
         return found
 
-    def test_frames_in_excess_and_missing_wait_name_the_rank_with_low_confidence(self) -> None:
+    def test_excess_frames_and_missing_wait_name_ranks_with_low_confidence(self) -> None:
         profiles = {r: _profile(0.4, 0.02, 0.58) for r in range(4)}
         profiles[2] = _profile(0.3, 0.5, 0.2)
         kind, culprits, confidence, cause = self.judge(profiles)[-1]
@@ -404,7 +404,7 @@ class TestStacksAlone:
         profiles[2] = _profile(0.3, 0.5, 0.2, samples=3)
         assert self.judge(profiles)[-1][0] == "insufficient_data"
 
-    def test_few_samples_in_which_a_slow_rank_could_hide_are_not_called_healthy(self) -> None:
+    def test_samples_too_few_to_exclude_slow_ranks_are_not_healthy(self) -> None:
         profiles = {r: _profile(0.4, 0.02, 0.58, samples=8) for r in range(4)}  # 80 in ten windows
         assert self.judge(profiles)[-1][0] == "insufficient_data"
 

@@ -33,7 +33,7 @@ def wait_for_the_end(conducted: CaptureRunner, archive: MemoryArchive, capture_i
     wait_until(lambda: capture_id in archive.cleaned)  # its thread's last act
 
 
-def test_a_capture_is_recorded_when_it_is_asked_for_and_when_it_ended(tmp_path: Path, audited: Records) -> None:
+def test_a_capture_is_recorded_at_its_request_and_end(tmp_path: Path, audited: Records) -> None:
     archive = MemoryArchive(tmp_path)
     backend = ScriptedBackend(failing={1: CaptureError("the process ended")})
     conducted = CaptureRunner("node-1", [backend], archive, lambda: [rank(0, world_size=2), rank(1, world_size=2)])
@@ -88,7 +88,7 @@ def test_a_refused_request_is_recorded_with_the_reason(tmp_path: Path, audited: 
     assert "no job 'bert'" in record["message"] and "seconds" not in record
 
 
-def test_a_capture_that_a_restart_ended_has_its_last_record_too(tmp_path: Path, audited: Records) -> None:
+def test_a_capture_ended_by_a_restart_has_its_last_record(tmp_path: Path, audited: Records) -> None:
     before = Store(tmp_path)
     before.save(pb.Capture(id="c-1", job="bert", state=pb.CAPTURE_STATE_RUNNING, ranks=[pb.RankCapture(rank=4)]))
     before.close()

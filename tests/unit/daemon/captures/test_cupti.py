@@ -29,7 +29,7 @@ def open_in(proc: FakeProc, *targets: str) -> None:
         (proc.root / "7" / "fd" / str(number)).symlink_to(target)
 
 
-def test_a_cuda_process_without_the_flag_is_refused_with_the_reason_and_the_ways_out(proc: FakeProc) -> None:
+def test_unflagged_cuda_processes_are_refused_with_reason_and_alternatives(proc: FakeProc) -> None:
     open_in(proc, "/dev/null", "socket:[1]", "/dev/nvidia-uvm", "/dev/nvidia0")
     objection = slowdown_objection(rank(), Options(), proc.root)
     assert objection is not None

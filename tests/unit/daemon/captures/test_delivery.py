@@ -61,7 +61,7 @@ def _artifact(store: Store, rank: int) -> dict[str, Any]:
         return read
 
 
-def test_traces_become_artifacts_that_tell_where_they_come_from_and_a_summary(store: Store) -> None:
+def test_traces_become_artifacts_with_their_origin_and_a_summary(store: Store) -> None:
     archive = LocalArchive(store, "node-7")
     environment = {"RANKSCOPE_FLOPS_PER_STEP": "4T", "RANKSCOPE_PEAK_FLOPS": "100T"}
     delivered = _deliver(archive, [StepFile(pid=7).text(), StepFile(pid=8).text()], 2, environment)
@@ -117,9 +117,7 @@ def test_what_was_done_before_the_process_died_counts(store: Store, monkeypatch:
         )
 
 
-def test_a_quota_that_is_reached_fails_the_rank_that_reached_it_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reaching_the_quota_fails_the_rank_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "captures", Quota(total_bytes=40_000))
     run = delivery.run_module
 
@@ -147,7 +145,7 @@ def test_artifacts_are_uploaded_and_stay(store: Store, tmp_path: Path) -> None:
     assert uploaded.stat().st_size == one.size_bytes == store.open(ID, 0)[1]
 
 
-def test_an_upload_that_fails_is_a_note_and_the_artifact_stays(store: Store, tmp_path: Path) -> None:
+def test_a_failed_upload_is_noted_and_the_artifact_stays(store: Store, tmp_path: Path) -> None:
     (tmp_path / "bucket").write_bytes(b"not a folder")
     archive = LocalArchive(store, "node-7", upload_url=f"file://{tmp_path}/bucket")
     (one,) = _deliver(archive, [StepFile(pid=7).text()], 2).values()

@@ -14,5 +14,5 @@ def test_a_capture_costs_what_its_events_take_to_record() -> None:
 
 
 @pytest.mark.parametrize(("cost", "periods"), [(0.0, 1), (3.0, 1), (3.1, 2), (6.1, 4), (100.0, 64), (1e12, 1 << 20)])
-def test_what_is_too_dear_for_every_period_is_taken_every_power_of_two(cost: float, periods: int) -> None:
+def test_costly_captures_are_taken_every_power_of_two_periods(cost: float, periods: int) -> None:
     assert stride(cost, SETTINGS) == periods

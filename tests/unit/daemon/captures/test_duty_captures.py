@@ -38,7 +38,7 @@ READY, PROFILING = SimpleNamespace(is_ready=True), SimpleNamespace(is_ready=Fals
         (False, False, None, False, "unable"),
     ],
 )
-def test_a_rank_is_recorded_by_libkineto_or_else_by_its_probe(
+def test_a_rank_is_recorded_by_libkineto_or_its_probe(
     kineto: bool, probe: bool, client: object, able: bool, objection: str | None
 ) -> None:
     captures = desk(kineto, probe, client)
@@ -47,7 +47,7 @@ def test_a_rank_is_recorded_by_libkineto_or_else_by_its_probe(
 
 
 @pytest.mark.parametrize(("kineto", "probe"), [(True, False), (False, True)])
-def test_a_rank_that_a_capture_would_slow_down_for_good_is_left_alone(
+def test_a_rank_that_a_capture_slows_permanently_is_left_alone(
     kineto: bool, probe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(duty_cycle, "slowdown_objection", lambda *_: "without TEARDOWN_CUPTI=1")

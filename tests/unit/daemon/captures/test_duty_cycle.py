@@ -125,7 +125,7 @@ def captures() -> ScriptedCaptures:
     return ScriptedCaptures()
 
 
-def test_all_nodes_begin_at_the_same_moments_whenever_their_daemons_did() -> None:
+def test_all_nodes_begin_together_whenever_their_daemons_started() -> None:
     starts = []
     for begun in (1e9, 1e9 + 123.4, 1e9 + 571.9):
         node = Node(ScriptedCaptures(), begun=begun)
@@ -140,7 +140,7 @@ def test_all_nodes_begin_at_the_same_moments_whenever_their_daemons_did() -> Non
         assert [later - sooner for sooner, later in pairwise(of_node)] == [600_000] * 2
 
 
-def test_the_start_is_far_enough_ahead_for_libkineto_to_ask_and_the_jobs_of_a_node_take_turns() -> None:
+def test_starts_give_libkineto_time_to_ask_and_jobs_take_turns() -> None:
     captures = ScriptedCaptures()
     node = Node(captures)
     node.ranks = [make.rank(0, job="one"), make.rank(0, job="two")]
@@ -151,7 +151,7 @@ def test_the_start_is_far_enough_ahead_for_libkineto_to_ask_and_the_jobs_of_a_no
     assert {request.job for request, _ in captures.started} == {"one", "two"} and first != second
 
 
-def test_the_window_after_a_capture_holds_it_and_no_other_one_does(captures: ScriptedCaptures) -> None:
+def test_only_the_window_after_a_capture_holds_it(captures: ScriptedCaptures) -> None:
     node = Node(captures)
     windows = node.capture()
     for window in windows.values():
@@ -178,7 +178,7 @@ def test_gauges_show_the_last_capture_until_it_is_old(captures: ScriptedCaptures
     assert not node.duty.shown(key, window).HasField("steps")
 
 
-def test_a_rank_that_was_replaced_is_not_told_what_its_predecessor_did(captures: ScriptedCaptures) -> None:
+def test_a_replacement_rank_does_not_get_its_predecessors_steps(captures: ScriptedCaptures) -> None:
     node = Node(captures)
     node.run_until_started()
     node.ranks[0] = make.rank(0, pid=9999)
@@ -188,7 +188,7 @@ def test_a_rank_that_was_replaced_is_not_told_what_its_predecessor_did(captures:
     assert not windows[0].HasField("steps") and windows[1].HasField("steps")
 
 
-def test_a_job_with_the_probe_on_one_rank_is_left_alone_and_so_is_one_that_cannot_be_recorded() -> None:
+def test_jobs_with_one_probe_or_no_recorder_are_left_alone() -> None:
     for unable, sources in ((False, {1: SOURCE_PROBE}), (True, {})):
         node = Node(ScriptedCaptures(unable=unable))
         node.sources = dict(sources)
@@ -196,7 +196,7 @@ def test_a_job_with_the_probe_on_one_rank_is_left_alone_and_so_is_one_that_canno
         assert node.captures.started == [] and node.duty.results["skipped"] == 0
 
 
-def test_a_job_whose_probe_cannot_tell_what_steps_wait_for_is_recorded(captures: ScriptedCaptures) -> None:
+def test_a_job_with_unmeasured_waiting_is_recorded(captures: ScriptedCaptures) -> None:
     node = Node(captures)
     node.sources, node.blind = {0: SOURCE_PROBE, 1: SOURCE_PROBE}, {0, 1}
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_job_whose_probe_cannot_tell_what_steps_wait_for_is_recorded(captures:
     assert node.duty.shown(node.ranks[0].key, live).wait_seconds.mean == pytest.approx(0.02)
 
 
-def test_a_probe_that_samples_waiting_rarely_or_sees_it_on_one_rank_is_not_blind() -> None:
+def test_a_probe_with_some_wait_figures_is_not_blind() -> None:
     for blind, sampled_every in ((set(), 10), ({0}, 1)):
         node = Node(ScriptedCaptures())
         node.sources, node.blind, node.sampled_every = {0: SOURCE_PROBE, 1: SOURCE_PROBE}, set(blind), sampled_every
@@ -246,7 +246,7 @@ def test_a_refused_start_is_a_skipped_one(captures: ScriptedCaptures) -> None:
     assert node.duty.skips["busy"] == 1
 
 
-def test_a_dear_capture_is_taken_less_often_and_all_nodes_agree_when() -> None:
+def test_expensive_captures_are_rarer_and_nodes_agree_when() -> None:
     """300,000 events a second, recorded for 0.55 s: 0.9 s, of 0.5 s that a period may cost."""
     settings = DutySettings(steps=2, period_seconds=PERIOD, budget_ratio=0.5 / PERIOD)
     starts = []
@@ -261,7 +261,7 @@ def test_a_dear_capture_is_taken_less_often_and_all_nodes_agree_when() -> None:
     assert starts[0] & starts[1]
 
 
-def test_the_step_time_is_learned_and_doubted_when_steps_no_longer_fit(captures: ScriptedCaptures) -> None:
+def test_the_step_time_is_relearned_when_steps_do_not_fit(captures: ScriptedCaptures) -> None:
     node = Node(captures)
     node.capture()
     node.capture(steps=0)
@@ -273,7 +273,7 @@ def test_the_step_time_is_learned_and_doubted_when_steps_no_longer_fit(captures:
     assert node.duty.results == {"done": 2, "failed": 2, "skipped": 0}
 
 
-def test_a_rank_without_an_answer_makes_the_capture_a_failed_one_but_not_the_others(captures: ScriptedCaptures) -> None:
+def test_one_failed_rank_fails_the_capture_not_other_ranks(captures: ScriptedCaptures) -> None:
     node = Node(captures)
     node.run_until_started()
     captures.deliver(ranks=(1,))
@@ -284,7 +284,7 @@ def test_a_rank_without_an_answer_makes_the_capture_a_failed_one_but_not_the_oth
     assert node.duty.results["failed"] == 1
 
 
-def test_of_its_records_the_newest_of_a_job_stays_and_not_many_of_all_jobs(captures: ScriptedCaptures) -> None:
+def test_a_jobs_newest_record_is_kept_within_a_total_limit(captures: ScriptedCaptures) -> None:
     old = {f"c-old-{n}": pb.Capture(id=f"c-old-{n}", job=f"job {n}") for n in range(RECORDS_KEPT + 5)}
     captures.made.update(old)
     node = Node(captures)

@@ -59,7 +59,7 @@ def box(tmp_path: Path) -> Box:
     return Box(tmp_path)
 
 
-def test_a_plain_file_is_copied_and_then_removed_at_its_place(box: Box) -> None:
+def test_a_plain_file_is_copied_and_then_removed(box: Box) -> None:
     box.trace.write_text('{"traceEvents": []}')
     assert box.take() == 19
     assert box.target.read_text() == '{"traceEvents": []}'
@@ -68,7 +68,7 @@ def test_a_plain_file_is_copied_and_then_removed_at_its_place(box: Box) -> None:
     assert not remove_file(PID, TRACE, box.proc_root)
 
 
-def test_a_file_that_is_not_there_yet_is_told_from_every_other_trouble(box: Box) -> None:
+def test_a_missing_file_has_an_error_of_its_own(box: Box) -> None:
     with pytest.raises(NotThereError):
         box.take()
     box.trace.parent.rmdir()
@@ -92,7 +92,7 @@ def test_a_link_in_place_of_the_trace_is_not_followed(box: Box, link: str) -> No
 
 
 @pytest.mark.parametrize("link", ["{host}", "../host", "../../../../../../../../../..{host}"])
-def test_a_link_in_place_of_the_folder_leads_no_further_than_the_containers_root(box: Box, link: str) -> None:
+def test_a_linked_folder_does_not_leave_the_containers_root(box: Box, link: str) -> None:
     (box.host / box.trace.name).write_text(SECRET)
     (box.root / "tmp").rmdir()
     (box.root / "tmp").symlink_to(link.format(host=box.host))
@@ -137,7 +137,7 @@ def at_once() -> Iterator[None]:
         timer.cancel()
 
 
-def test_a_fifo_a_socket_and_a_folder_are_refused_without_waiting(box: Box) -> None:
+def test_anything_but_a_plain_file_is_refused_at_once(box: Box) -> None:
     with at_once():
         os.mkfifo(box.trace)
         box.refuses("is not a plain file")
@@ -194,7 +194,7 @@ def test_a_huge_file_of_holes_costs_no_disk(box: Box) -> None:
     box.refuses("is no text")
 
 
-def test_a_file_beyond_the_limit_or_without_room_for_it_and_its_artifact_is_refused(box: Box) -> None:
+def test_a_file_over_limit_or_quota_is_refused(box: Box) -> None:
     box.trace.write_text("{}" * 100)
     box.refuses("200 bytes; 199 at most are taken", limit_bytes=199)
     assert box.reserved == []
@@ -221,7 +221,7 @@ class FullDisk(type(Path())):  # type: ignore[misc]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="to give a file to another user needs root")
-def test_a_file_of_another_user_is_refused_unless_everybody_may_read_it(box: Box) -> None:
+def test_another_users_file_is_refused_unless_world_readable(box: Box) -> None:
     box.trace.write_text("{}")
     box.trace.chmod(0o640)
     os.chown(box.trace, 12345, 12345)

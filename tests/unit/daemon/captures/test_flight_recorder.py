@@ -97,7 +97,7 @@ def answering(writer: Writer, answer: Callable[[Answer], None]) -> Iterator[list
         thread.join()
 
 
-def test_the_probe_hands_the_recorder_over_and_is_told_to_forget_it(writer: Writer, tmp_path: Path) -> None:
+def test_the_recorder_is_read_from_the_probe_then_dropped(writer: Writer, tmp_path: Path) -> None:
     (tmp_path / "fr_3").write_bytes(ABSENT)
     fd = sealed(WAITS)
     with answering(writer, lambda answer: answer.report(ring_layout.PHASE_WRITTEN, fd=fd)) as verbs:
@@ -107,7 +107,7 @@ def test_the_probe_hands_the_recorder_over_and_is_told_to_forget_it(writer: Writ
     assert verbs == [ring_layout.VERB_RECORDER, ring_layout.VERB_DROP]
 
 
-def test_a_file_of_torch_is_read_where_the_probe_does_not_answer(
+def test_torchs_dump_file_is_read_when_the_probe_is_silent(
     writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "ANSWER_SECONDS", 0.2)
@@ -123,7 +123,7 @@ def commanded(writer: Writer) -> capture_commands.Command:
     return command
 
 
-def test_a_file_that_is_older_than_the_last_step_is_of_another_hang(writer: Writer, tmp_path: Path) -> None:
+def test_a_dump_file_older_than_the_last_step_is_ignored(writer: Writer, tmp_path: Path) -> None:
     (tmp_path / "fr_3").write_bytes(WAITS)
     before = time.time() - 60.0
     os.utime(tmp_path / "fr_3", (before, before))
@@ -134,7 +134,7 @@ def test_a_file_that_is_older_than_the_last_step_is_of_another_hang(writer: Writ
     assert "fr_3 is older than the last step of the process, so it is not of this hang; start the job" in tail.problem
 
 
-def test_a_probe_that_has_found_no_recorder_is_not_waited_for(writer: Writer, tmp_path: Path) -> None:
+def test_a_probe_without_a_recorder_is_not_waited_for(writer: Writer, tmp_path: Path) -> None:
     writer.ring.write_abilities(ring_layout.TAKES_CAPTURES)
     (tail,) = read(rank(3, tmp_path / "fr_"))
     assert "no flight recorder in the process; torch has written no dump to" in tail.problem
@@ -163,7 +163,7 @@ def test_what_a_hostile_probe_hands_over_is_refused(writer: Writer, tmp_path: Pa
         os.close(fd)
 
 
-def test_one_hostile_dump_does_not_affect_those_of_the_other_ranks(tmp_path: Path) -> None:
+def test_a_hostile_dump_does_not_affect_other_ranks(tmp_path: Path) -> None:
     """Without a probe, so that all files are read."""
 
     class Evil:

@@ -42,7 +42,7 @@ def objection(hearing: Hearing, rank: RankProcess = RANK) -> str | None:
     return KinetoBackend(cast(Endpoint, hearing)).objection(rank)
 
 
-def test_a_process_that_polls_can_be_asked_whatever_its_environment_says() -> None:
+def test_a_polling_process_is_accepted_whatever_its_environment() -> None:
     polling = Client(1, b"", RANK.pid, time.monotonic(), 5.0, True)
     assert objection(Hearing(known=polling), replace(RANK, environment={})) is None
 
@@ -55,7 +55,7 @@ def test_a_process_without_the_variable_is_told_so(value: str | None) -> None:
     )
 
 
-def test_a_young_socket_gives_the_process_time_to_call_and_an_old_one_does_not() -> None:
+def test_a_silent_process_is_refused_only_on_an_old_socket() -> None:
     assert objection(Hearing(seconds=None)) is None
     assert objection(Hearing(seconds=SILENCE_SECONDS - 1)) is None
     assert "libkineto has not called" in str(objection(Hearing(seconds=SILENCE_SECONDS + 1)))
@@ -69,7 +69,7 @@ def test_a_process_that_has_ended_has_no_namespace() -> None:
     assert "network namespace cannot be read" in str(objection(Hearing(), replace(RANK, pid=1 << 22)))
 
 
-def test_cuda_without_the_teardown_flag_is_refused_with_the_next_step(tmp_path: Path) -> None:
+def test_cuda_without_the_teardown_flag_is_refused(tmp_path: Path) -> None:
     descriptors = tmp_path / "proc" / str(RANK.pid) / "fd"
     descriptors.mkdir(parents=True)
     (descriptors / "7").symlink_to("/dev/nvidia0")

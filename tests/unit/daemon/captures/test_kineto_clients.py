@@ -10,7 +10,7 @@ from rankscope.daemon.captures.kineto.clients import CLIENTS_PER_NAMESPACE, CLIE
 HOST, POD, OTHER_POD = 1, 2, 3
 
 
-def test_a_process_is_known_by_its_last_poll_and_its_period_is_learned() -> None:
+def test_a_client_has_its_last_poll_and_learned_period() -> None:
     known = Clients()
     known.polled(POD, b"a", 7, True, 100.0)
     assert known.polled(POD, b"a", 7, True, 100.1).poll_seconds == 5.0, "two in a row tell nothing"
@@ -23,7 +23,7 @@ def test_a_process_is_known_by_its_last_poll_and_its_period_is_learned() -> None
     assert known.of(8) is None
 
 
-def test_an_address_that_another_process_takes_over_is_a_new_client() -> None:
+def test_an_address_of_another_process_is_a_new_client() -> None:
     known = Clients()
     known.polled(POD, b"a", 7, True, 100.0)
     known.polled(POD, b"a", 8, True, 101.0)

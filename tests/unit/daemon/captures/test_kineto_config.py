@@ -37,12 +37,12 @@ def test_a_length_out_of_bounds_is_never_sent(seconds: float) -> None:
 @pytest.mark.parametrize(
     "path", ["/tmp/a b.json", "/tmp/a\nPROFILE_START_TIME=1", "x.json", "/tmp/../etc/x", "/tmp//x", ""]
 )
-def test_a_path_that_says_more_than_a_path_is_never_sent(path: str) -> None:
+def test_an_unsafe_path_is_never_sent(path: str) -> None:
     with pytest.raises(ValueError, match="not fit"):
         configuration(path, 1_700_000_000_000, 1.0, Options())
 
 
-def test_the_file_is_where_libkineto_may_write_and_named_by_the_pid_that_the_process_knows() -> None:
+def test_the_trace_path_has_folder_rank_and_container_pid() -> None:
     assert log_file("c-1", 3) == PATH
     assert log_file("c-1", 3, "/scratch/traces/") == "/scratch/traces/rankscope-c-1-rank3.json"
     assert written_file(PATH, 17) == "/tmp/rankscope-c-1-rank3_17.json"
@@ -51,7 +51,7 @@ def test_the_file_is_where_libkineto_may_write_and_named_by_the_pid_that_the_pro
 @pytest.mark.parametrize(
     "folder", ["../up", "/a/../b", "/a b", "/a\nB=1", "relative", "/a/./b", "/" + "x" * 2000, "$HOME"]
 )
-def test_a_folder_that_a_container_chose_badly_is_refused_with_its_name(folder: str) -> None:
+def test_an_unusable_trace_folder_is_refused_by_name(folder: str) -> None:
     with pytest.raises(CaptureError, match=r"KINETO_ONDEMAND_TRACE_DIR=.* of rank 3 cannot be used") as error:
         log_file("c-1", 3, folder)
     assert len(str(error.value)) < 300

@@ -17,14 +17,14 @@ def request(mask: int = 3, count: int | None = None, pids: tuple[int, ...] = (7,
     return struct.pack("<Q32s", len(payload), b"req") + payload
 
 
-def test_a_request_and_a_registration_are_read_as_libkineto_writes_them() -> None:
+def test_requests_and_registrations_parse_as_libkineto_writes_them() -> None:
     assert datagrams.parse(request()) == datagrams.Request(mask=3, job_id=42, pids=(7, 1))
     registration = struct.pack("<Q32siiq", 16, b"ctxt", 2, 99, 42)
     assert datagrams.parse(registration) == datagrams.Registration(gpu=2, pid=99, job_id=42)
 
 
 @pytest.mark.parametrize(("mask", "is_ready"), [(3, True), (1, False), (2, True), (0, False)])
-def test_only_the_second_bit_of_the_mask_asks_for_a_configuration(mask: int, is_ready: bool) -> None:
+def test_only_the_masks_second_bit_requests_a_configuration(mask: int, is_ready: bool) -> None:
     message = datagrams.parse(request(mask))
     assert isinstance(message, datagrams.Request)
     assert message.is_ready is is_ready
@@ -55,7 +55,7 @@ def test_no_bytes_do_worse_than_being_malformed(datagram: bytes) -> None:
         assert isinstance(message, datagrams.Request | datagrams.Registration)
 
 
-def test_the_longest_request_that_is_taken_fits_the_buffer_for_it() -> None:
+def test_the_longest_accepted_request_fits_the_buffer() -> None:
     longest = request(pids=tuple(range(datagrams.PIDS_LIMIT)))
     assert len(longest) == datagrams.DATAGRAM_LIMIT
     assert isinstance(datagrams.parse(longest), datagrams.Request)

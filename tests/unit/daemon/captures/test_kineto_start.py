@@ -12,19 +12,19 @@ SECONDS = st.integers(0, 10_000_000).map(lambda millis: 1_700_000_000 + millis /
 
 
 @given(start=SECONDS, look=SECONDS)
-def test_a_safe_start_leaves_the_look_time_to_be_late_and_is_hardly_earlier(start: float, look: float) -> None:
+def test_a_safe_start_leaves_slack_and_is_hardly_earlier(start: float, look: float) -> None:
     safe = safe_start(start, look)
     assert slack_seconds(safe, look) >= SAFE_SECONDS - 1e-6
     assert start - SAFE_SECONDS - 0.02 <= safe <= start
 
 
-def test_a_start_just_before_a_look_is_kept_and_one_just_after_is_moved_before_it() -> None:
+def test_a_start_just_after_a_look_moves_before_it() -> None:
     assert safe_start(100.9, 7.0) == 100.9
     assert safe_start(100.05, 7.0) == pytest.approx(99.99)
 
 
 @given(earliest=SECONDS, looks=st.lists(SECONDS, max_size=8))
-def test_a_common_start_is_soon_and_no_worse_than_the_earliest(earliest: float, looks: list[float]) -> None:
+def test_a_common_start_is_soon_and_no_worse_than_earliest(earliest: float, looks: list[float]) -> None:
     start = common_start(earliest, looks)
     assert earliest <= start <= earliest + 0.61
     worst = min((slack_seconds(start, look) for look in looks), default=1.0)
@@ -39,7 +39,7 @@ def test_a_common_start_avoids_the_looks_of_all() -> None:
     assert all(slack_seconds(start, look) >= SAFE_SECONDS for look in looks)
 
 
-def test_looks_begin_with_the_first_configuration_and_follow_the_end_of_recordings() -> None:
+def test_looks_follow_the_first_configuration_and_recording_ends() -> None:
     pasts, process = Pasts(), (7, 100)
     assert pasts.look(process, 50.25) == 50.25, "its thread begins now"
     pasts.handed(process, 50.25, end=60.5)

@@ -30,7 +30,7 @@ def capture(state: pb.CaptureState.ValueType = pb.CAPTURE_STATE_FAILED, **change
     return pb.Capture(id=ID, job="j", requested_unix_millis=round((NOW - 60) * 1000), ranks=[entry])
 
 
-def test_a_file_that_appears_later_is_removed_and_its_neighbours_are_not(tmp_path: Path) -> None:
+def test_only_the_expected_file_is_removed_when_it_appears(tmp_path: Path) -> None:
     expected, other = tmp_path / "rankscope-a.json", tmp_path / "rankscope-b.json"
     other.touch()
     removing = Leftovers()
@@ -44,7 +44,7 @@ def test_a_file_that_appears_later_is_removed_and_its_neighbours_are_not(tmp_pat
     wait_until(lambda: not other.exists() and len(removing) == 0)
 
 
-def test_a_process_that_ended_and_a_file_that_never_comes_are_forgotten(
+def test_ended_processes_and_files_that_never_come_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removing = Leftovers()

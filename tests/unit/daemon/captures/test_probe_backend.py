@@ -98,7 +98,7 @@ class Capture:
         return self.result
 
 
-def test_a_trace_is_fetched_and_the_probe_told_that_it_may_go(writer: Writer, tmp_path: Path) -> None:
+def test_a_trace_is_fetched_and_the_probe_drops_it(writer: Writer, tmp_path: Path) -> None:
     probe, capture = Probe(writer), Capture(tmp_path, order())
     command = probe.next_command()
     assert (command.verb, command.steps, command.start_step) == (ring_layout.VERB_CAPTURE, 3, 0)
@@ -119,7 +119,7 @@ def packed(*windows: bytes, mark: bytes = ring_layout.WINDOWS_MARK, count: int |
     return b"".join(windows) + sizes + ring_layout.WINDOWS.pack(len(windows) if count is None else count, mark)
 
 
-def test_a_schedule_is_passed_on_and_the_windows_are_taken_apart(writer: Writer, tmp_path: Path) -> None:
+def test_a_schedule_is_passed_on_and_its_windows_split(writer: Writer, tmp_path: Path) -> None:
     options = Options(shapes=True, wait_steps=7, warmup_steps=2, repeat=3)
     probe, capture = Probe(writer), Capture(tmp_path, order(options=options))
     command = probe.next_command()
@@ -176,7 +176,7 @@ def test_what_is_not_a_sealed_trace_is_not_touched(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_on_disk_that_is_named_like_a_trace_is_not_touched(writer: Writer, tmp_path: Path) -> None:
+def test_a_file_on_disk_is_not_taken_as_a_trace(writer: Writer, tmp_path: Path) -> None:
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
     fd = os.open("/etc/passwd", os.O_RDONLY)
@@ -204,7 +204,7 @@ def test_a_trace_beyond_the_limit_is_refused(writer: Writer, tmp_path: Path, mon
         assert "capture fewer steps" in str(capture.end())
 
 
-def test_what_the_probe_says_went_wrong_is_told_without_control_characters(writer: Writer, tmp_path: Path) -> None:
+def test_a_probes_error_is_reported_without_control_characters(writer: Writer, tmp_path: Path) -> None:
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
     probe.tell(ring_layout.PHASE_FAILED, "no \x1b[31mmemory")
@@ -219,7 +219,7 @@ def test_what_the_probe_says_went_wrong_is_told_without_control_characters(write
         (ring_layout.PHASE_HELD, "a profiler of the user's own is active"),
     ],
 )
-def test_a_rank_that_cannot_be_had_in_time_is_told_with_the_reason_and_let_go(
+def test_a_rank_that_times_out_is_reported_and_dropped(
     phase: int, words: str, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[commands.Command] = []
@@ -282,7 +282,7 @@ def test_ranks_are_objected_to_by_what_their_ring_says(writer: Writer) -> None:
     assert "disabled itself" in str(backend.objection(RANK))
 
 
-def test_a_ring_of_a_probe_from_before_captures_is_read_and_told_to_be_too_old(writer: Writer) -> None:
+def test_a_ring_from_before_captures_is_reported_too_old(writer: Writer) -> None:
     ring_layout.ABILITIES.pack_into(writer.write, ring_layout.ABILITIES_OFFSET, 0)
     writer.step()
     assert "too old to capture" in str(ProbeBackend().objection(RANK))
@@ -322,7 +322,7 @@ def another_rank(steps: int, end_ns: int) -> Iterator[RankProcess]:
             process.stdin.close()
 
 
-def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(writer: Writer) -> None:
+def test_only_ranks_with_similar_counts_start_at_one_step(writer: Writer) -> None:
     backend, asked = ProbeBackend(), order()
     writer.step(milliseconds=10, steps=100)
     start_step = backend._agreed_step(asked, writer.ring._fd, 0.5)
@@ -332,7 +332,7 @@ def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(writer
             assert backend._agreed_step(replace(asked, rank=rank), ring, 0.5) == expected
 
 
-def test_a_rank_that_is_asked_late_in_a_job_of_another_pace_begins_with_the_others(writer: Writer) -> None:
+def test_a_late_slow_rank_starts_at_the_agreed_step(writer: Writer) -> None:
     """A fault has just begun, and the machine is busy: the last steps took far longer than those before."""
     backend, asked = ProbeBackend(), order()
     writer.step(milliseconds=10, steps=100)
@@ -351,7 +351,7 @@ def test_short_steps_between_two_records_do_not_count(writer: Writer, counted: i
         assert backend._agreed_step(replace(asked, rank=rank), ring, 0.001) == (start_step if is_alike else 0)
 
 
-def test_ranks_begin_by_time_where_the_rank_of_the_agreement_has_ended() -> None:
+def test_ranks_start_by_time_after_the_agreeing_rank_ended() -> None:
     backend, asked = ProbeBackend(), order()
     end_ns = time.monotonic_ns()
     with another_rank(100, end_ns) as rank, commands.opened(rank) as (ring, _):
@@ -371,7 +371,7 @@ def test_ranks_begin_by_time_where_the_rank_of_the_agreement_has_ended() -> None
         (9.5, 1.5, 10.0, 102),
     ],
 )
-def test_the_step_to_begin_with_lies_after_the_start_and_short_ones_are_rounded_up(
+def test_start_steps_follow_the_start_and_short_ones_round_up(
     since_last: float, left: float, step_seconds: float, expected: int
 ) -> None:
     assert probe_backend._start_step(100, since_last, left, step_seconds) == expected

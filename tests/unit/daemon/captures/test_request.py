@@ -32,7 +32,7 @@ def test_a_length_out_of_bounds_is_refused(request_: StartCaptureRequest) -> Non
         length_of(request_)
 
 
-def test_a_schedule_is_bounded_and_so_is_all_that_it_records() -> None:
+def test_a_schedule_and_its_total_recording_are_bounded() -> None:
     plain = options_of(StartCaptureRequest(steps=100))
     assert (plain.wait_steps, plain.warmup_steps, plain.repeat, plain.is_scheduled) == (0, None, 1, False)
     schedule = CaptureOptions(wait_steps=1000, warmup_steps=0, repeat=20)
@@ -57,13 +57,13 @@ def test_patience_is_bounded() -> None:
             patience_of(StartCaptureRequest(patience_seconds=seconds))
 
 
-def test_a_start_is_the_earliest_possible_unless_a_later_one_is_asked_for() -> None:
+def test_a_start_is_the_earliest_unless_requested_later() -> None:
     assert start_of(StartCaptureRequest(), 1000.0) == 1000.0
     assert start_of(StartCaptureRequest(start_unix_millis=1_010_000), 1000.0) == 1010.0
 
 
 @pytest.mark.parametrize("millis", [0, 990_000, 2_000_000])
-def test_a_start_that_ranks_cannot_keep_is_refused_with_the_difference(millis: int) -> None:
+def test_a_start_ranks_cannot_keep_is_refused(millis: int) -> None:
     with pytest.raises(CaptureError, match="clocks of the nodes"):
         start_of(StartCaptureRequest(start_unix_millis=millis), 1000.0)
 

@@ -129,7 +129,7 @@ def ended(runner: CaptureRunner, capture_id: str) -> pb.Capture:
     return last
 
 
-def test_every_rank_goes_through_its_states_and_the_capture_ends_with_the_skew(archive: MemoryArchive) -> None:
+def test_ranks_pass_through_states_and_the_skew_is_reported(archive: MemoryArchive) -> None:
     conducted = runner(ScriptedBackend(), archive)
     seen = list(conducted.records.follow(conducted.start(pb.StartCaptureRequest(steps=3))))
     assert seen[-1].state == pb.CAPTURE_STATE_ANALYSED
@@ -172,7 +172,7 @@ def test_one_ranks_failure_is_told_and_the_others_deliver(archive: MemoryArchive
     assert errors[3] == "not a trace of that process"
 
 
-def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(archive: MemoryArchive) -> None:
+def test_remote_ranks_and_unsuited_ranks_fail_with_a_reason(archive: MemoryArchive) -> None:
     conducted = runner(ScriptedBackend(unsuited=frozenset({1})), archive, ranks=2)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="0-2", steps=1)))
     assert capture.ranks[0].state == pb.CAPTURE_STATE_ANALYSED
@@ -196,7 +196,7 @@ def test_only_processes_of_the_named_pods_are_captured(archive: MemoryArchive) -
     assert len(backend.orders) == 1
 
 
-def test_a_rank_is_found_by_its_pod_until_the_daemon_knows_the_runs_name(archive: MemoryArchive) -> None:
+def test_ranks_of_an_unnamed_run_are_found_by_pod(archive: MemoryArchive) -> None:
     unnamed = replace(rank(0, job="10.0.0.1:29500"), pod="mine")
     here = [replace(rank(0, job="theirs/job"), pid=200, pod="theirs"), unnamed]
     backend = ScriptedBackend()
@@ -210,7 +210,7 @@ def test_a_rank_is_found_by_its_pod_until_the_daemon_knows_the_runs_name(archive
         conducted.start(pb.StartCaptureRequest(job="mine/job", ranks="0", steps=1, pods={0: "theirs"}))
 
 
-def test_a_process_whose_run_gets_another_name_is_not_captured_twice_at_a_time(archive: MemoryArchive) -> None:
+def test_a_renamed_run_is_not_captured_twice_at_once(archive: MemoryArchive) -> None:
     here = [replace(rank(0, job="10.0.0.1:29500"), pod="mine")]
     backend = ScriptedBackend(gate=threading.Event())
     conducted = CaptureRunner("node-1", [backend], archive, lambda: here)
@@ -222,7 +222,7 @@ def test_a_process_whose_run_gets_another_name_is_not_captured_twice_at_a_time(a
     ended(conducted, first)
 
 
-def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
+def test_a_capture_without_capturable_ranks_ends_with_reasons(
     archive: MemoryArchive, caplog: pytest.LogCaptureFixture
 ) -> None:
     conducted = runner(ScriptedBackend(unsuited=frozenset({0, 1})), archive, ranks=2)
@@ -232,7 +232,7 @@ def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_who_keeps_to_a_schedule_goes_first_and_who_cannot_says_so(archive: MemoryArchive) -> None:
+def test_a_schedule_goes_to_a_backend_that_keeps_it(archive: MemoryArchive) -> None:
     best, able = ScriptedBackend("best"), ScriptedBackend("able", unsuited=frozenset({1}), keeps_schedules=True)
     conducted = CaptureRunner("n", [best, able], archive, lambda: [rank(0), rank(1)])
     scheduled = pb.StartCaptureRequest(steps=1, options=pb.CaptureOptions(repeat=2))
@@ -244,7 +244,7 @@ def test_who_keeps_to_a_schedule_goes_first_and_who_cannot_says_so(archive: Memo
     assert [(entry.backend, list(entry.notes)) for entry in plain.ranks] == [("best", [])] * 2
 
 
-def test_a_rank_is_captured_once_at_a_time_and_is_free_afterwards(archive: MemoryArchive) -> None:
+def test_a_rank_is_captured_once_at_a_time(archive: MemoryArchive) -> None:
     gate = threading.Event()
     conducted = runner(ScriptedBackend(gate=gate), archive, ranks=2)
     first = conducted.start(pb.StartCaptureRequest(ranks="0", steps=1))
@@ -266,7 +266,7 @@ def test_a_cancelled_capture_stops_and_says_so(archive: MemoryArchive) -> None:
     assert conducted.cancel("c-unknown") is None
 
 
-def test_a_capture_can_be_cancelled_while_its_traces_are_worked_on(archive: MemoryArchive) -> None:
+def test_a_capture_can_be_cancelled_while_traces_are_processed(archive: MemoryArchive) -> None:
     archive.slow = True
     conducted = runner(ScriptedBackend(), archive)
     capture_id = conducted.start(pb.StartCaptureRequest(steps=1))
@@ -276,7 +276,7 @@ def test_a_capture_can_be_cancelled_while_its_traces_are_worked_on(archive: Memo
     assert {capture.state, *(entry.state for entry in capture.ranks)} == {pb.CAPTURE_STATE_CANCELLED}
 
 
-def test_too_few_steps_are_recorded_once_more_with_the_step_time_that_was_learned(archive: MemoryArchive) -> None:
+def test_too_few_steps_are_rerecorded_with_the_learned_time(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     archive.whole_steps = [2, 9]
     conducted = runner(backend, archive, ranks=2)
@@ -302,7 +302,7 @@ def test_a_step_time_that_is_seen_is_not_tried_twice(archive: MemoryArchive) -> 
     assert [order.step_seconds for order in backend.orders] == [0.02]
 
 
-def test_a_capture_knows_the_step_time_that_an_earlier_one_of_the_same_processes_taught(archive: MemoryArchive) -> None:
+def test_a_capture_reuses_the_step_time_of_earlier_ones(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     processes = [rank(0), rank(1)]
     conducted = CaptureRunner("n", [backend], archive, lambda: processes)
@@ -315,7 +315,7 @@ def test_a_capture_knows_the_step_time_that_an_earlier_one_of_the_same_processes
     assert backend.orders[-1].step_seconds is None
 
 
-def test_the_ranks_of_a_capture_are_free_when_its_end_is_seen(archive: MemoryArchive) -> None:
+def test_ranks_are_free_when_the_captures_end_is_seen(archive: MemoryArchive) -> None:
     conducted = CaptureRunner("n", [ScriptedBackend()], archive, lambda: [rank(0)])
     busy = []
     change = conducted.records.change
@@ -329,7 +329,7 @@ def test_the_ranks_of_a_capture_are_free_when_its_end_is_seen(archive: MemoryArc
     assert busy[-1] is False
 
 
-def test_steps_that_became_longer_than_was_learned_are_recorded_once_more(archive: MemoryArchive) -> None:
+def test_steps_longer_than_learned_are_recorded_again(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     conducted = runner(backend, archive, ranks=1)
     ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
@@ -363,7 +363,7 @@ def test_what_cannot_be_begun_leaves_no_rank_taken(archive: MemoryArchive) -> No
     assert len(conducted.records.all()) == 1
 
 
-def test_a_rank_that_never_answers_is_left_and_the_capture_ends(
+def test_a_capture_ends_without_a_rank_that_never_answers(
     archive: MemoryArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "STUCK_SECONDS", 0.1)
@@ -389,7 +389,7 @@ def test_a_rank_that_never_answers_is_left_and_the_capture_ends(
     assert ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1))).ranks[1].error == ""
 
 
-def test_a_process_that_is_slow_to_look_at_keeps_nobody_waiting(archive: MemoryArchive) -> None:
+def test_a_slow_check_of_a_process_blocks_no_other_caller(archive: MemoryArchive) -> None:
     backend, asked = ScriptedBackend(), threading.Event()
     answers = threading.Event()
 
@@ -407,7 +407,7 @@ def test_a_process_that_is_slow_to_look_at_keeps_nobody_waiting(archive: MemoryA
     starting.join()
 
 
-def test_every_change_of_state_is_saved_and_the_workspace_is_left_clean(archive: MemoryArchive) -> None:
+def test_every_change_of_state_is_saved(archive: MemoryArchive) -> None:
     conducted = runner(ScriptedBackend(), archive, ranks=1)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1, reason="why\nnot")))
     states = {saved.ranks[0].state for saved in archive.saved}
@@ -434,6 +434,6 @@ def test_asking_twice_under_the_same_id_is_one_capture(archive: MemoryArchive) -
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "UPPER", "-x", "x" * 64, "a\n"])
-def test_an_id_that_is_no_name_of_a_folder_is_refused(archive: MemoryArchive, name: str) -> None:
+def test_an_id_that_is_no_folder_name_is_refused(archive: MemoryArchive, name: str) -> None:
     with pytest.raises(CaptureError, match="letters, digits and dashes"):
         runner(ScriptedBackend(), archive).start(pb.StartCaptureRequest(steps=1, id=name))

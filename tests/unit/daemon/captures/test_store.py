@@ -43,7 +43,7 @@ def test_the_oldest_captures_make_room_when_the_quota_is_reached(tmp_path: Path)
     assert [_has(store, one) for one in (FIRST, SECOND, THIRD)] == [False, True, True]
 
 
-def test_a_capture_that_does_not_fit_is_refused_in_words_and_takes_no_other_with_it(tmp_path: Path) -> None:
+def test_a_capture_over_the_quota_is_refused_without_evictions(tmp_path: Path) -> None:
     store = _store(tmp_path, total_bytes=2_500_000)
     _finish(store, FIRST)
     with pytest.raises(CaptureError, match=r"do not fit into the quota of 2500000 bytes, .* capture fewer steps or"):
@@ -51,7 +51,7 @@ def test_a_capture_that_does_not_fit_is_refused_in_words_and_takes_no_other_with
     assert _has(store, FIRST) and not _has(store, SECOND)
 
 
-def test_a_capture_under_its_callers_id_is_kept_and_found_again_and_others_folders_are_left_alone(
+def test_a_capture_with_a_callers_id_is_kept_and_reloaded(
     tmp_path: Path,
 ) -> None:
     store = _store(tmp_path, total_bytes=2_500_000)
@@ -121,7 +121,7 @@ def test_an_id_that_is_none_of_ours_leads_nowhere(tmp_path: Path, capture_id: st
             use(capture_id)
 
 
-def test_a_daemon_that_died_lost_what_was_under_way_and_kept_what_was_delivered(tmp_path: Path) -> None:
+def test_a_crash_loses_running_captures_but_not_delivered_ones(tmp_path: Path) -> None:
     store = _store(tmp_path)
     running = pb.Capture(id=SECOND, job="j", state=pb.CAPTURE_STATE_RUNNING)
     running.ranks.add(rank=0, state=pb.CAPTURE_STATE_RUNNING)
@@ -153,7 +153,7 @@ def test_a_damaged_record_costs_only_itself(tmp_path: Path) -> None:
     assert [capture.id for capture in store.load()] == [THIRD]
 
 
-def test_the_folder_is_for_one_daemon_and_for_its_eyes_only(tmp_path: Path) -> None:
+def test_the_folder_is_private_and_locked_by_one_daemon(tmp_path: Path) -> None:
     (tmp_path / "captures").mkdir(mode=0o777)
     store = _store(tmp_path)
     assert store.folder.stat().st_mode & 0o777 == 0o700
@@ -183,7 +183,7 @@ def test_an_artifact_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
         store.open(FIRST, 4)
 
 
-def test_a_tenant_with_many_captures_takes_none_from_a_tenant_with_few(tmp_path: Path) -> None:
+def test_a_tenant_with_many_captures_evicts_only_its_own(tmp_path: Path) -> None:
     store = _store(tmp_path, total_bytes=5_000_000)
     store.assign(FIRST, "pod few")
     _finish(store, FIRST)
@@ -199,7 +199,7 @@ def test_a_tenant_with_many_captures_takes_none_from_a_tenant_with_few(tmp_path:
     assert _has(again, FIRST) and [_has(again, one) for one in many] == [False] * 9 + [True]
 
 
-def test_a_new_tenant_gets_room_from_the_one_that_has_most(tmp_path: Path) -> None:
+def test_a_new_tenant_gets_room_from_the_largest_one(tmp_path: Path) -> None:
     store = _store(tmp_path, total_bytes=3_500_000)
     for capture_id, tenant in ((FIRST, "uid 1"), (SECOND, "uid 1"), (THIRD, "uid 2")):
         store.assign(capture_id, tenant)
@@ -227,7 +227,7 @@ def test_room_is_reserved_over_all_captures_before_anything_is_written(tmp_path:
     second.reserve(second.folder / "rank1.json", 4_000_000)
 
 
-def test_what_one_tenant_has_under_way_leaves_a_part_of_the_quota_to_others(tmp_path: Path) -> None:
+def test_one_tenants_running_captures_leave_quota_to_others(tmp_path: Path) -> None:
     store = _store(tmp_path, total_bytes=10_000_000)
     store.assign(FIRST, "uid 1")
     place = store.workspace(FIRST)
@@ -236,7 +236,7 @@ def test_what_one_tenant_has_under_way_leaves_a_part_of_the_quota_to_others(tmp_
         place.reserve(place.folder / "rank1.json", 1_000_000)
 
 
-def test_room_that_is_reserved_and_not_written_counts_as_taken_from_the_disk(tmp_path: Path) -> None:
+def test_reserved_room_counts_as_used_disk_space(tmp_path: Path) -> None:
     store = _store(tmp_path, Disk(100 * GIGABYTE, 92 * GIGABYTE, 8 * GIGABYTE))
     first, second = store.workspace(FIRST), store.workspace(SECOND)
     first.reserve(first.folder / "rank0.json", 2 * GIGABYTE)

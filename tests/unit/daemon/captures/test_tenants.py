@@ -17,7 +17,7 @@ def _rank(pid: int, pod: str | None = None) -> RankProcess:
     return RankProcess("job-7", 0, 0, 1, pid, 1, (pid,), pod=pod)
 
 
-def test_a_tenant_is_a_pod_else_a_user_and_never_a_name_that_a_process_chooses(tmp_path: Path) -> None:
+def test_a_tenant_is_a_pod_or_else_a_user(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "status").write_text("Name:\tx\nUid:\t1001\t0\t0\t0\n")
     assert tenant_of(_rank(7, "0a-1b"), tmp_path) == "pod 0a-1b"
@@ -32,9 +32,7 @@ def test_the_oldest_of_the_tenant_that_has_most_goes_first() -> None:
 
 
 @given(ITEMS, st.integers(0, 30), st.sets(st.integers(0, 50)))
-def test_nobody_is_left_out_for_a_tenant_that_has_two_more(
-    items: dict[int, str], limit: int, incumbents: set[int]
-) -> None:
+def test_left_out_tenants_have_at_most_one_item_fewer(items: dict[int, str], limit: int, incumbents: set[int]) -> None:
     chosen = fair_choice(items, limit, incumbents)
     assert len(chosen) == min(limit, len(items)) and chosen <= items.keys()
     counts = {tenant: sum(items[one] == tenant for one in chosen) for tenant in "abc"}
@@ -43,9 +41,7 @@ def test_nobody_is_left_out_for_a_tenant_that_has_two_more(
 
 
 @given(ITEMS, st.integers(0, 30))
-def test_a_choice_stays_as_it_is_and_more_of_one_tenant_takes_nothing_from_others(
-    items: dict[int, str], limit: int
-) -> None:
+def test_a_choice_is_stable_when_one_tenant_adds_more(items: dict[int, str], limit: int) -> None:
     chosen = fair_choice(items, limit, ())
     assert fair_choice(items, limit, chosen) == chosen
     more = {**items, **dict.fromkeys(range(100, 120), "a")}
@@ -54,7 +50,7 @@ def test_a_choice_stays_as_it_is_and_more_of_one_tenant_takes_nothing_from_other
     assert all(one in kept for one in chosen if counts[items[one]] <= counts["a"])
 
 
-def test_many_captures_of_one_tenant_are_forgotten_before_the_one_of_another() -> None:
+def test_captures_of_the_tenant_with_most_are_forgotten_first() -> None:
     tenants = {"the-only-one": "pod few"}
     records = Records(lambda capture: None, tenant=lambda capture_id: tenants.get(capture_id, "pod many"))
     records.add(pb.Capture(id="the-only-one", state=pb.CAPTURE_STATE_ANALYSED))

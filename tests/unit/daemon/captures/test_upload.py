@@ -54,7 +54,7 @@ def test_troubles_that_pass_are_waited_out_with_growing_pauses(artifact: Path) -
     assert not any(path.endswith(".part") for path in Troubled.store)
 
 
-def test_a_store_that_stays_down_is_given_up_in_the_end(artifact: Path) -> None:
+def test_a_store_that_stays_down_is_given_up(artifact: Path) -> None:
     Troubled.troubles = [OSError("500 Internal Error")] * 99
     with pytest.raises(UploadError, match=rf"troubled://b/x: OSError: 500 Internal Error \({ATTEMPTS} attempts\)"):
         upload(artifact, "troubled://b/x", sleep=lambda seconds: None)
@@ -69,7 +69,7 @@ def test_what_time_does_not_cure_is_not_tried_again(artifact: Path, trouble: Exc
     assert Troubled.attempts == 1
 
 
-def test_a_kind_of_store_that_is_not_known_or_not_installed_is_named(artifact: Path) -> None:
+def test_an_unknown_kind_of_store_is_named(artifact: Path) -> None:
     with pytest.raises(UploadError, match="nosuchthing"):
         upload(artifact, "nosuchthing://b/x", sleep=lambda seconds: None)
 
@@ -102,7 +102,7 @@ def test_secrets_of_a_url_are_in_no_message(artifact: Path) -> None:
 
 
 @pytest.mark.parametrize("job", ["../../etc", "..", "a/b", "", ".", "name with spaces", "x" * 500, "j\ud800"])
-def test_a_job_is_one_plain_part_of_the_path_whatever_it_is_called(job: str) -> None:
+def test_any_job_name_becomes_one_plain_path_component(job: str) -> None:
     base, safe, capture, name = target_url("s3://b/prefix/", job, "c-1", "rank0.json.gz").rsplit("/", 3)
     assert (base, capture, name) == ("s3://b/prefix", "c-1", "rank0.json.gz")
     assert 1 <= len(safe) <= 100 and safe not in (".", "..") and all(c.isalnum() or c in "._-" for c in safe)

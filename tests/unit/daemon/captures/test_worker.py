@@ -66,7 +66,7 @@ class Processed:
         return read
 
 
-def test_steps_are_cut_at_the_same_boundary_on_all_ranks_and_the_artifact_tells_whose_it_is(tmp_path: Path) -> None:
+def test_all_ranks_are_cut_at_the_same_step_boundary(tmp_path: Path) -> None:
     late = [100.0 * number + 7.0 for number in range(-1, 12)]
     processed = Processed(
         tmp_path,
@@ -104,7 +104,7 @@ def test_steps_are_cut_at_the_same_boundary_on_all_ranks_and_the_artifact_tells_
     assert joined is not None and joined.collectives_matched == 3
 
 
-def test_windows_of_one_rank_are_kept_each_and_summed_up_together(tmp_path: Path) -> None:
+def test_a_ranks_windows_are_kept_separately_and_summed(tmp_path: Path) -> None:
     for number, begin_ms in ((2, 1030.0), (3, 2030.0)):
         later = StepFile(begin_ms=begin_ms, end_ms=begin_ms + 700, boundaries_ms=[100.0 * n for n in range(9, 35)])
         (tmp_path / f"rank0.window{number}.json").write_bytes(later.text())
@@ -156,7 +156,7 @@ def test_work_that_is_not_wanted_any_more_is_ended(tmp_path: Path) -> None:
         run_module("http.server", tmp_path, seconds=120, what="work", cancelled=cancelled)
 
 
-def test_the_whole_recording_is_kept_when_time_was_asked_for_or_steps_are_missing(tmp_path: Path) -> None:
+def test_a_recording_by_time_or_too_short_is_kept_whole(tmp_path: Path) -> None:
     text = StepFile().text()
     by_time = Processed(tmp_path, {0: text}, asked=None)
     assert (by_time.result(0).steps, by_time.result(0).notes) == (6, [])
@@ -176,27 +176,27 @@ def test_ranks_that_share_fewer_steps_than_asked_say_how_many(tmp_path: Path) ->
     assert processed.result(0).whole_steps == 3
 
 
-def test_a_recording_without_a_whole_step_tells_how_long_a_step_takes_at_least(tmp_path: Path) -> None:
+def test_a_recording_without_whole_steps_bounds_the_step_time(tmp_path: Path) -> None:
     slow = StepFile(boundaries_ms=(-1000.0, 2000.0, 9000.0), begin_ms=-500.0, end_ms=2500.0)
     result = Processed(tmp_path, {0: slow.text()}, asked=1).result(0)
     assert result.whole_steps == 0
     assert result.step_seconds is not None and 1.0 < result.step_seconds < 3.0
 
 
-def test_a_recording_that_was_stopped_at_a_boundary_is_not_cut(tmp_path: Path) -> None:
+def test_a_recording_stopped_at_a_boundary_is_not_cut(tmp_path: Path) -> None:
     processed = Processed(tmp_path, {0: StepFile().text()}, 3, steps=3)
     assert (processed.result(0).steps, processed.result(0).notes) == (3, [])
     assert len(processed.artifact(0)["traceEvents"]) == len(StepFile().events())
 
 
-def test_device_time_counts_where_there_is_a_device_and_its_peak_is_known_by_name(tmp_path: Path) -> None:
+def test_device_time_counts_and_the_devices_peak_is_known(tmp_path: Path) -> None:
     processed = Processed(tmp_path, {0: StepFile(lag_ms=12.0).text()}, 3, flops_per_step=1e12)
     summary = processed.result(0).summary
     assert summary is not None and summary.step_seconds == pytest.approx(0.1)
     assert summary.mfu_ratio == pytest.approx(1e12 / (0.1 * 989e12))
 
 
-def test_hostile_recordings_are_refused_one_by_one_each_with_its_reason(tmp_path: Path) -> None:
+def test_each_hostile_recording_is_refused_with_its_reason(tmp_path: Path) -> None:
     good = StepFile().text()
     forged = StepFile(head={"rankscope": {"job": "other", "rank": 0}, "distributedInfo": {"rank": 77}}).text()
     hostile = {
@@ -248,7 +248,7 @@ def test_stacks_are_compressed_and_annotated_beside(tmp_path: Path) -> None:
         ("hang", r"testing took longer than 3 s and was ended"),
     ],
 )
-def test_whatever_becomes_of_a_confined_process_the_daemon_only_hears_of_it(
+def test_a_failing_confined_process_is_only_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, reason: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
@@ -273,14 +273,14 @@ class Ending:
         return False
 
 
-def test_a_process_is_looked_at_once_more_when_its_time_is_over() -> None:
+def test_a_process_is_checked_once_more_at_its_timeout() -> None:
     ticks = 8
     for looks, status in ((ticks, 0), (ticks + 1, None)):
         child: Any = Ending(looks)
         assert sandbox._await(child, ticks * sandbox.TICK_SECONDS, child) == status
 
 
-def test_processes_of_several_tenants_get_no_more_memory_than_there_is() -> None:
+def test_tenants_processes_share_no_more_than_available_memory() -> None:
     shares, never = MemoryShares(lambda: 2 << 30), threading.Event()
     with ExitStack() as stack:
         granted = [stack.enter_context(shares.share(f"pod {number}", 9.0, never)) for number in range(3)]

@@ -34,7 +34,7 @@ def used(found: Attributed) -> list[list[int]]:
     return [[gpu.index for gpu in attribution.gpus] for attribution in found.ranks.values()]
 
 
-def test_each_rank_has_the_gpu_that_the_driver_lists_its_process_on() -> None:
+def test_each_rank_has_the_gpu_the_driver_lists() -> None:
     ranks = [rank(0), rank(1)]
     # The other way round than by their numbers: the list counts, not the order.
     found = attributed(ranks, gpu_makers.gpu(0, ranks[1].pid, 1), gpu_makers.gpu(1, ranks[0].pid))
@@ -42,7 +42,7 @@ def test_each_rank_has_the_gpu_that_the_driver_lists_its_process_on() -> None:
     assert found.shared == frozenset()
 
 
-def test_a_gpu_with_two_ranks_is_shared_and_one_with_a_rank_and_a_stranger_is_not() -> None:
+def test_only_a_gpu_with_two_ranks_is_shared() -> None:
     ranks = [rank(0), rank(1), rank(2)]
     both = gpu_makers.gpu(0, ranks[0].pid, ranks[1].pid)
     found = attributed(ranks, both, gpu_makers.gpu(1, ranks[2].pid, 99))
@@ -51,7 +51,7 @@ def test_a_gpu_with_two_ranks_is_shared_and_one_with_a_rank_and_a_stranger_is_no
     assert kinds(found) == [None, "gpu_mismatch", None]  # rank 1 would be on GPU 1; for rank 2 nothing can be said
 
 
-def test_a_rank_on_several_gpus_has_all_of_them_and_is_told_of_the_stray_context() -> None:
+def test_a_rank_on_several_gpus_has_all_and_a_problem() -> None:
     ranks = [rank(0), rank(1)]
     found = attributed(ranks, gpu_makers.gpu(0, ranks[0].pid, ranks[1].pid), gpu_makers.gpu(1, ranks[1].pid))
     assert used(found) == [[0], [0, 1]]
@@ -60,7 +60,7 @@ def test_a_rank_on_several_gpus_has_all_of_them_and_is_told_of_the_stray_context
     assert problem is not None and "GPU 0: 8192 MiB, GPU 1: 8192 MiB" in problem.text and "set_device" in problem.text
 
 
-def test_a_process_on_a_slice_is_not_on_the_gpu_it_is_cut_from() -> None:
+def test_a_slices_process_is_not_on_the_whole_gpu() -> None:
     member = rank(0)
     whole = gpu_makers.gpu(0, member.pid)
     part = replace(gpu_makers.gpu(1, member.pid), uuid="MIG-1", index=0, parent_uuid=whole.uuid)
@@ -68,7 +68,7 @@ def test_a_process_on_a_slice_is_not_on_the_gpu_it_is_cut_from() -> None:
     assert [gpu.uuid for gpu in found.ranks[member.key].gpus] == ["MIG-1"]
 
 
-def test_an_environment_that_names_another_gpu_is_a_problem_and_no_correction() -> None:
+def test_an_environment_naming_another_gpu_is_only_a_problem() -> None:
     member = rank(0, CUDA_VISIBLE_DEVICES="1")
     found = attributed([member], gpu_makers.gpu(0, member.pid), gpu_makers.gpu(1))
     assert used(found) == [[0]]
@@ -76,7 +76,7 @@ def test_an_environment_that_names_another_gpu_is_a_problem_and_no_correction() 
     assert problem is not None and problem.kind == "gpu_mismatch" and "hides that GPU" in problem.text
 
 
-def test_pids_of_another_namespace_name_nobody_unless_the_environment_says_the_same() -> None:
+def test_foreign_namespace_pids_count_only_if_the_environment_agrees() -> None:
     """The driver's pid 4001 may be anybody, where it also lists pids that this /proc does not have."""
     ranks = [rank(0), rank(1, CUDA_VISIBLE_DEVICES="1"), rank(2, CUDA_VISIBLE_DEVICES="3")]
     gpus = [gpu_makers.gpu(i, pid) for i, pid in enumerate((ranks[2].pid, ranks[1].pid, 777_777))]
@@ -93,12 +93,12 @@ def test_an_inner_pid_that_the_environment_confirms_names_the_rank() -> None:
     assert used(attributed(twins, gpu_makers.gpu(0, 17), exists=lambda _: False)) == [[], []]
 
 
-def test_a_job_without_gpus_on_a_node_with_gpus_has_no_problem() -> None:
+def test_a_cpu_job_on_a_gpu_node_has_no_problem() -> None:
     found = attributed([rank(0), rank(1, CUDA_VISIBLE_DEVICES="")], gpu_makers.gpu(0, 777_777), exists=lambda _: False)
     assert used(found) == [[], []] and kinds(found) == [None, None]
 
 
-def test_a_lost_gpu_and_one_whose_processes_are_not_told_have_no_ranks() -> None:
+def test_lost_gpus_and_gpus_without_process_lists_have_no_ranks() -> None:
     member = rank(0)
     lost = replace(gpu_makers.gpu(0, member.pid), state=GpuState.LOST)
     silent = replace(gpu_makers.gpu(1), processes=None)
@@ -138,7 +138,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(environment: dict[str, str]
     assert (None if visible is None else [gpu.index for gpu in visible]) == indices
 
 
-def test_an_index_means_nothing_among_unequal_gpus_unless_the_order_is_set() -> None:
+def test_an_index_among_unequal_gpus_needs_a_set_order() -> None:
     mixed = [gpu_makers.gpu(0, name="NVIDIA T4"), gpu_makers.gpu(1)]
     assert claimed_gpu({"CUDA_VISIBLE_DEVICES": "0"}, 0, mixed) is None
     assert claimed_gpu({"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 0, mixed) == mixed[0]

@@ -89,7 +89,7 @@ def test_the_newer_name_counts_where_both_are_there_and_differ() -> None:
         assert parse_readings(text)[0].utilization_ratio == 0.9
 
 
-def test_a_slice_of_a_gpu_is_left_out_for_want_of_a_name() -> None:
+def test_a_slice_of_a_gpu_is_left_out() -> None:
     sliced = f'DCGM_FI_PROF_SM_ACTIVE{{{LABELS},GPU_I_PROFILE="1g.10gb",GPU_I_ID="3"}} 0.5'
     assert parse_readings(sliced) == ()
 
@@ -137,7 +137,7 @@ class TestMerging:
         none = GpuSnapshot("nvml", SourceState.NO_DRIVER)
         assert merge(none, self.DCGM, False) == self.DCGM
 
-    def test_counters_do_not_change_hands_when_a_driver_that_answered_stops(self) -> None:
+    def test_counters_keep_their_source_when_the_driver_stops(self) -> None:
         for state in (SourceState.FAILED, SourceState.NO_DRIVER):
             stopped = replace(self.DRIVER, state=state)
             assert merge(stopped, self.DCGM, True) == stopped

@@ -17,7 +17,7 @@ def test_between_readings_of_the_counter_power_over_time_is_added() -> None:
     assert meter.total_joules() == 5520.0
 
 
-def test_it_waits_for_the_counter_where_the_sum_was_too_high() -> None:
+def test_the_total_waits_for_the_counter_after_an_overestimate() -> None:
     meter = EnergyMeter()
     meter.count(5000.0)
     meter.draw(700.0, 0.0)
@@ -70,7 +70,7 @@ def test_without_a_counter_there_is_no_total() -> None:
 
 
 @pytest.mark.parametrize("watts", [650.0, 700.0, 750.0])
-def test_any_stretch_is_within_five_percent_although_the_counter_is_read_every_thirty_seconds(watts: float) -> None:
+def test_any_stretch_is_within_five_percent_of_the_counter(watts: float) -> None:
     """The H200's power reading may be off by some per cent against its counter."""
     meter, told, used = EnergyMeter(), [], 0.0
     for second in range(200):

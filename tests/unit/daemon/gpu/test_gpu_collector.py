@@ -32,7 +32,7 @@ def collected(collector: GpuCollector, window: int = 0) -> GpuSample:
     return sample
 
 
-def test_a_window_has_the_means_of_its_own_readings_and_what_its_counters_grew_by(tmp_path: Path) -> None:
+def test_a_window_has_its_own_means_and_counter_increases(tmp_path: Path) -> None:
     def reading(seconds: float, watts: float, throttled: float, clock: float) -> GpuSnapshot:
         gpu = gpu_makers.gpu(
             0,
@@ -104,7 +104,7 @@ def test_errors_that_nothing_reads_are_absent_and_not_zero(tmp_path: Path) -> No
     assert sample.row_remap_pending is None
 
 
-def test_ecc_errors_are_those_of_the_gpus_life_where_only_these_are_counted(tmp_path: Path) -> None:
+def test_ecc_errors_fall_back_to_the_aggregate_count(tmp_path: Path) -> None:
     snapshots = [
         gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid, ecc_errors={("aggregate", "corrected"): count}), seconds=count)
         for count in (1, 3)
@@ -114,7 +114,7 @@ def test_ecc_errors_are_those_of_the_gpus_life_where_only_these_are_counted(tmp_
 
 
 @pytest.mark.parametrize("state", [SourceState.HANGING, SourceState.FAILED, SourceState.NO_DRIVER])
-def test_a_source_that_is_not_ok_gives_no_rank_a_gpu_but_keeps_its_counters(state: SourceState, tmp_path: Path) -> None:
+def test_a_failed_source_attributes_no_gpu_but_keeps_counters(state: SourceState, tmp_path: Path) -> None:
     gpu = gpu_makers.gpu(0, RANK.pid, state=GpuState.HANGING)
     source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu, state=state, seconds=1))
     collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
@@ -122,7 +122,7 @@ def test_a_source_that_is_not_ok_gives_no_rank_a_gpu_but_keeps_its_counters(stat
     assert not collector.status.fresh and len(collector.status.gpus) == 1
 
 
-def test_a_gpu_that_hangs_alone_does_not_take_the_others_along(tmp_path: Path) -> None:
+def test_a_single_hanging_gpu_does_not_affect_the_others(tmp_path: Path) -> None:
     hanging = gpu_makers.gpu(1, state=GpuState.HANGING)
     both = gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), hanging, state=SourceState.HANGING, seconds=1)
     collector = GpuCollector(gpu_makers.FakeGpus(both), proc_root=proc(tmp_path, RANK.pid))
@@ -138,7 +138,7 @@ def test_old_readings_are_not_taken_for_new(tmp_path: Path) -> None:
     assert not collector.status.fresh
 
 
-def test_a_process_that_ended_meanwhile_makes_the_other_pids_no_strangers(tmp_path: Path) -> None:
+def test_one_ended_process_does_not_imply_another_pid_namespace(tmp_path: Path) -> None:
     """Gone once is gone; gone twice is another namespace, and then nothing says whose GPU it is."""
     gpu = gpu_makers.gpu(3, RANK.pid, 999_999)
     source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0), gpu, seconds=1))
@@ -169,7 +169,7 @@ def test_the_kubelet_names_the_pod_of_the_gpu(tmp_path: Path) -> None:
     assert (sample.pod_name, sample.namespace) == ("trainer-0", "research")
 
 
-def test_a_rank_on_two_gpus_has_no_figures_and_its_problem(tmp_path: Path) -> None:
+def test_a_rank_on_two_gpus_has_no_figures(tmp_path: Path) -> None:
     gpus = [gpu_makers.gpu(index, RANK.pid, power_watts=100.0) for index in range(2)]
     source = gpu_makers.FakeGpus(gpu_makers.snapshot(*gpus, seconds=1))
     sample = collected(GpuCollector(source, proc_root=proc(tmp_path, RANK.pid)))
@@ -177,7 +177,7 @@ def test_a_rank_on_two_gpus_has_no_figures_and_its_problem(tmp_path: Path) -> No
     assert sample.problem is not None and sample.problem.kind == "several_gpus"
 
 
-def test_a_state_is_told_once_and_a_node_without_gpus_warns_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_is_logged_once_and_missing_gpus_never_warn(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     source = gpu_makers.FakeGpus(GpuSnapshot("nvml", SourceState.NO_DRIVER, "no driver; no next step"))
     collector = GpuCollector(source)
@@ -207,7 +207,7 @@ def test_the_window_carries_identity_usage_and_source() -> None:
     assert window.sources["gpu"] == SOURCE_GPU
 
 
-def test_the_window_carries_errors_where_they_were_read_and_are_sane() -> None:
+def test_a_window_carries_only_known_and_sane_error_counts() -> None:
     usage = window_of(
         GpuSample(1, ecc_uncorrected_errors=2, ecc_corrected_errors=0, xids=3, row_remap_pending=False)
     ).gpu
@@ -218,7 +218,7 @@ def test_the_window_carries_errors_where_they_were_read_and_are_sane() -> None:
     assert [field.name for field, _ in absurd.ListFields()] == ["gpus"]
 
 
-def test_the_gpu_gives_the_peak_where_the_probe_does_not_and_with_it_the_mfu() -> None:
+def test_the_gpus_peak_gives_the_mfu_without_a_declared_one() -> None:
     window = window_of(GpuSample(1, uuid="GPU-1", model="G"), ProbeFacts(model_flops_per_step=5e14))
     assert (window.peak_flops_per_second, window.sources["peak_flops_per_second"]) == (1e15, SOURCE_GPU)
     assert window.mfu_ratio == pytest.approx(0.5)

@@ -32,7 +32,7 @@ def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
         (GpuSnapshot("nvml", SourceState.FAILED, "version mismatch"), Level.WARNING, "version mismatch"),
     ],
 )
-def test_each_state_of_the_driver_is_told_with_a_next_step(
+def test_each_driver_state_is_reported_with_a_next_step(
     snapshot: GpuSnapshot, level: Level, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankscope.daemon.doctor_checks.PROFILE_SECONDS", 0.0)

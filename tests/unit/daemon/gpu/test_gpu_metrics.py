@@ -20,7 +20,7 @@ def names(status: GpuStatus) -> set[str]:
     return {name.removeprefix("rankscope_gpu_") for name, labels in told(status) if "gpu" in dict(labels)}
 
 
-def test_a_lost_gpu_is_down_and_keeps_its_counters_but_no_gauges() -> None:
+def test_a_lost_gpu_keeps_its_counters_but_no_gauges() -> None:
     lost = replace(full_gpu(), state=GpuState.LOST)
     kept = {"info", "up", "throttled_seconds_total", "xid_errors_total", "ecc_errors_total", "energy_joules_total"}
     assert names(gpu_status(lost)) == kept
@@ -47,7 +47,7 @@ def test_no_number_is_no_series() -> None:
     assert names(gpu_status(gpu)) == {"info", "up", "shared"}
 
 
-def test_the_estimate_is_told_beside_the_utilisation_and_smaller_than_it() -> None:
+def test_the_estimate_is_exported_and_smaller_than_the_utilisation() -> None:
     values = {name: value for (name, labels), value in told(gpu_status(full_gpu()), "standard").items()}
     assert values["rankscope_gpu_tensor_active_ratio"] == 0.574
     assert values["rankscope_gpu_estimated_hfu_ratio"] == pytest.approx(0.574 * 1755 / 1980)

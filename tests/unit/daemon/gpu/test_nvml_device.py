@@ -75,16 +75,14 @@ def test_gpm_tells_what_the_chip_did_since_the_reading_before(stubbed: Start, sc
     assert gpu.nvlink_transmit_bytes_per_second is None
 
 
-def test_what_gpm_calls_no_number_is_not_measured_and_not_zero(stubbed: Start, script: Script) -> None:
+def test_a_nan_from_gpm_is_not_measured(stubbed: Start, script: Script) -> None:
     """So the first DRAM figure of an H200 comes out now and then."""
     script.set({"gpu.gpm.5": 57.4, "gpu.gpm.10": "nan"})
     gpu = stubbed().until(lambda now: bool(now.gpus and now.gpus[0].tensor_active_ratio)).gpus[0]
     assert (gpu.tensor_active_ratio["any"], gpu.dram_active_ratio) == (pytest.approx(0.574), None)
 
 
-def test_a_gpu_without_gpm_says_nothing_about_tensor_work_and_its_links_are_counted(
-    stubbed: Start, script: Script
-) -> None:
+def test_a_gpu_without_gpm_has_link_rates_but_no_activity(stubbed: Start, script: Script) -> None:
     script.set({"gpu.gpm": 0, "gpu.pcie_transmit": 1500, "gpu.pcie_receive": 2500, "gpu.field.138": 1000})
     started = stubbed(interval_seconds=0.25)  # PCIe takes 20 ms for each direction
     gpu = started.until_ok().gpus[0]
@@ -105,9 +103,7 @@ def test_a_rate_needs_two_counts_of_a_counter_that_grows() -> None:
     assert rate.per_second(30, 16.0) == 0.0
 
 
-def test_what_is_not_supported_is_asked_once_and_again_after_the_driver_was_reloaded(
-    stubbed: Start, script: Script
-) -> None:
+def test_unsupported_values_are_asked_again_only_after_a_reload(stubbed: Start, script: Script) -> None:
     script.set({"gpu.error.nvmlDeviceGetPowerUsage": 3})
     started = stubbed()
     gpu = started.until_ok(5).gpus[0]
@@ -128,7 +124,7 @@ def test_an_older_driver_is_asked_with_older_functions(stubbed: Start, script: S
     assert gpu.throttled_seconds["power_cap"] == 0.0
 
 
-def test_an_error_that_may_pass_costs_that_value_and_is_told(stubbed: Start, script: Script) -> None:
+def test_a_transient_error_costs_one_value_and_is_reported(stubbed: Start, script: Script) -> None:
     script.set({"gpu.error.nvmlDeviceGetPowerUsage": 999})
     started = stubbed()
     snapshot = started.until_ok()

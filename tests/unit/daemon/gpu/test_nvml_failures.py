@@ -47,7 +47,7 @@ def test_says_why_there_are_no_gpus_and_finds_them_later(
     assert started.library.stub_initialized() == 1
 
 
-def test_a_gpu_that_fell_off_the_bus_is_lost_and_the_others_go_on(stubbed: Start, script: Script) -> None:
+def test_a_lost_gpu_does_not_affect_the_others(stubbed: Start, script: Script) -> None:
     script.set({"gpus": 3})
     started = stubbed()
     uuid = started.until_ok().gpus[1].uuid
@@ -71,7 +71,7 @@ def test_a_gpu_that_fell_off_the_bus_is_lost_and_the_others_go_on(stubbed: Start
     assert (back.uuid, back.temperature_celsius, back.xid_errors) == (uuid, 65.0, {79: 1})
 
 
-def test_waiting_for_xids_does_not_spin_when_a_lost_gpu_makes_every_wait_fail(stubbed: Start, script: Script) -> None:
+def test_the_xid_wait_does_not_spin_with_a_lost_gpu(stubbed: Start, script: Script) -> None:
     script.set({"gpus": 2})
     started = stubbed(lost_retry_seconds=(600.0, 600.0))
     started.until_ok()
@@ -95,7 +95,7 @@ def test_a_gpu_of_which_nothing_can_be_read_has_failed(stubbed: Start, script: S
     assert started.until_ok().gpus[0].state is GpuState.OK
 
 
-def test_a_driver_that_was_reloaded_is_read_again_and_no_count_is_lost(stubbed: Start, script: Script) -> None:
+def test_a_reloaded_driver_is_read_again_without_losing_counts(stubbed: Start, script: Script) -> None:
     script.set({"gpus": 2, "xids": "0:31,0:31,1:63"})
     started = stubbed()
     started.until(lambda now: len(now.gpus) == 2 and now.gpus[1].xid_errors == {63: 1})
@@ -113,7 +113,7 @@ def test_a_driver_that_was_reloaded_is_read_again_and_no_count_is_lost(stubbed: 
     started.until(lambda now: bool(now.gpus) and now.gpus[0].xid_errors == {31: 3})
 
 
-def test_a_call_that_hangs_silences_that_gpu_alone_until_it_returns(stubbed: Start, script: Script) -> None:
+def test_a_hanging_call_silences_only_its_own_gpu(stubbed: Start, script: Script) -> None:
     script.set({"gpus": 3})
     started = stubbed(hang_seconds=0.5)
     started.until_ok()
@@ -134,7 +134,7 @@ def test_a_call_that_hangs_silences_that_gpu_alone_until_it_returns(stubbed: Sta
     assert started.library.stub_initialized() == 1  # it was not opened again meanwhile
 
 
-def test_a_library_that_hangs_when_it_is_opened_is_told_and_holds_nobody_up(stubbed: Start, script: Script) -> None:
+def test_a_library_that_hangs_when_opened_blocks_nobody(stubbed: Start, script: Script) -> None:
     script.set({"hang.nvmlInitWithFlags": 1})
     started = stubbed(opening_seconds=600.0)  # `start` returns while the call does not
     assert started.source.latest().state is SourceState.STARTING

@@ -9,7 +9,7 @@ from rankscope.daemon.gpu.nvml_counters import REASONS, ThrottleClock
 POWER_CAP, HW_THERMAL = REASONS["power_cap"], REASONS["hw_thermal"]
 
 
-def test_a_bit_counts_for_the_time_between_two_readings_that_show_it() -> None:
+def test_a_bit_counts_between_the_readings_that_show_it() -> None:
     clock = ThrottleClock()
     for at, mask in ((10.0, 0), (11.0, HW_THERMAL), (13.0, HW_THERMAL | POWER_CAP), (14.0, 0)):
         clock.add(mask, {}, at)
@@ -26,7 +26,7 @@ def test_the_drivers_counter_sees_what_no_reading_did() -> None:
     assert clock.seconds["power_cap"] == pytest.approx(0.3)
 
 
-def test_a_counter_that_jumps_or_begins_anew_adds_no_more_than_the_time_that_passed() -> None:
+def test_a_jumping_counter_adds_at_most_the_elapsed_time() -> None:
     clock = ThrottleClock()
     clock.add(0, {"power_cap": 5_000_000_000}, 10.0)
     clock.add(0, {"power_cap": 900_000_000_000}, 11.0)

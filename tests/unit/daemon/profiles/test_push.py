@@ -158,7 +158,7 @@ def stacks_of(profile: pb.Profile) -> dict[tuple[str, ...], tuple[int, ...]]:
     return {tuple(map(places.__getitem__, sample.location_id)): tuple(sample.value) for sample in profile.sample}
 
 
-def test_each_phase_of_a_rank_is_a_series_with_its_labels_and_a_valid_profile() -> None:
+def test_each_phase_of_a_rank_is_a_labelled_series() -> None:
     with serving(OK) as server, pushing(Pyroscope(server.url + "/pyroscope/")) as pusher:
         recordings = [recording({LOAD: 3, STEP: 5}, "a"), recording({LOAD: 1}, "a"), recording({LOAD: 2}, "b")]
         pusher([RankInterval("team/llama", 3, MINUTE, recordings)])
@@ -186,7 +186,7 @@ def test_each_phase_of_a_rank_is_a_series_with_its_labels_and_a_valid_profile() 
         assert kinds == [("samples", "count"), ("wall", "nanoseconds")]
 
 
-def test_what_a_process_chooses_adds_no_labels_and_no_long_names() -> None:
+def test_names_a_process_chooses_are_bounded_and_add_no_labels() -> None:
     hostile: Stack = (Frame('f"},{"name":"x\n' * 1000, "\x1b[2J" * 1000, 1),)
     body = push_request(interval({hostile: 1}, run='a",phase="x', thread="t" * 5000), "node\n")
     (series,) = json.loads(body)["series"]
@@ -251,7 +251,7 @@ def test_profiles_are_sent_again_until_the_server_takes_them() -> None:
         assert len({body for _, _, body, _ in server.requests}) == 1
 
 
-def test_a_profile_that_the_server_fails_on_does_not_hold_up_the_others() -> None:
+def test_one_failing_profile_does_not_hold_up_the_others() -> None:
     def fails_on_rank_3(handler: Handler) -> None:
         is_bad = labels_of(json.loads(handler.server.requests[-1][2])["series"][0])["rank"] == "3"
         (status(500) if is_bad else OK)(handler)
@@ -341,7 +341,7 @@ SAID = f"Basic {base64.b64encode(b'me:hunter2').decode()} is me:hunter2, passwor
     ],
     ids=["reason", "location", "no http"],
 )
-def test_credentials_are_not_in_a_problem_even_if_the_server_repeats_them(tmp_path: Path, answer: Answer) -> None:
+def test_credentials_the_server_repeats_are_not_in_a_problem(tmp_path: Path, answer: Answer) -> None:
     token = tmp_path / "token"
     token.write_text("me:hunter2")
     with serving(answer) as server, pytest.raises(PushError, match=r"\(secret\)") as raised:
@@ -350,7 +350,7 @@ def test_credentials_are_not_in_a_problem_even_if_the_server_repeats_them(tmp_pa
 
 
 @pytest.mark.parametrize("content", [None, "", "two\nlines", "\x00", "ü"])
-def test_a_token_file_without_a_token_is_reported_and_nothing_is_sent(tmp_path: Path, content: str | None) -> None:
+def test_nothing_is_sent_without_a_token_in_the_file(tmp_path: Path, content: str | None) -> None:
     token = tmp_path / "token"
     if content is not None:
         token.write_text(content)
@@ -404,7 +404,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("kind", SLOW)
-def test_a_server_that_does_not_answer_well_fails_a_request_within_its_time(kind: str) -> None:
+def test_a_badly_answering_server_fails_a_request_in_time(kind: str) -> None:
     with serving(SLOW[kind]) as server:
         with pytest.raises(PushError) as raised:
             Pyroscope(server.url, request_seconds=0.3).push(b"{}")
@@ -435,7 +435,7 @@ def test_a_refusal_whose_reason_does_not_end_is_a_refusal(monkeypatch: pytest.Mo
     assert raised.value.reason == "refused"
 
 
-def test_a_server_that_reads_nothing_fails_a_request_within_its_time() -> None:
+def test_a_server_that_reads_nothing_fails_requests_in_time() -> None:
     with serving(OK) as server:
         server.shutdown()  # still listens
         with pytest.raises(PushError, match="timed out"):

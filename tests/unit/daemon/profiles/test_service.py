@@ -55,7 +55,7 @@ def refused(call: object, *arguments: object) -> tuple[str, str]:
     return refusal.value.code().name, refusal.value.details() or ""
 
 
-def test_what_was_recorded_is_answered_by_rank_phase_thread_and_time(served: Daemon, stub: ProfileServiceStub) -> None:
+def test_profiles_are_filtered_by_rank_phase_thread_and_time(served: Daemon, stub: ProfileServiceStub) -> None:
     record(served, 0, {LOAD: 3, STEP: 5})
     record(served, 1, {LOAD: 7})
     record(served, 1, {LOAD: 11}, seconds_ago=3600)
@@ -74,9 +74,7 @@ def test_pods_restrict_dumps_to_ranks_that_run_in_them(stub: ProfileServiceStub)
     assert [one.rank for one in answer.ranks] == [0]
 
 
-def test_a_rank_is_compared_with_the_others_unless_there_is_a_reference(
-    served: Daemon, stub: ProfileServiceStub
-) -> None:
+def test_a_rank_without_a_reference_is_compared_with_others(served: Daemon, stub: ProfileServiceStub) -> None:
     for rank in range(3):
         record(served, rank, {LOAD: 600 if rank == 1 else 20, STEP: 600})
     record(served, 1, {LOAD: 600, STEP: 600}, seconds_ago=7200)
@@ -96,9 +94,7 @@ def test_a_rank_is_compared_with_the_others_unless_there_is_a_reference(
     assert "too few" in few.reason
 
 
-def test_stacks_of_all_ranks_are_dumped_with_the_reason_where_there_is_none(
-    served: Daemon, stub: ProfileServiceStub
-) -> None:
+def test_stacks_of_all_ranks_are_dumped_or_a_reason_given(served: Daemon, stub: ProfileServiceStub) -> None:
     answer = stub.DumpStacks(pb.DumpStacksRequest(job=RUN))
     first, deep, denied = answer.ranks
     assert (first.rank, first.node, first.phase) == (0, "node-a", "input")
@@ -203,7 +199,7 @@ def test_requests_that_make_no_sense_are_refused_with_what_would(
     assert code == "INVALID_ARGUMENT" and "name the ranks" in reason
 
 
-def test_an_answer_that_is_too_large_is_refused_with_the_next_step(
+def test_a_too_large_answer_is_refused_with_a_next_step(
     served: Daemon, stub: ProfileServiceStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(served, 0, {LOAD: 3, STEP: 5})
@@ -232,7 +228,7 @@ def test_a_caller_that_does_not_read_is_hung_up_on(
         list(answer)
 
 
-def test_without_a_store_profiles_say_how_to_get_one_and_stacks_still_work(tmp_path: Path) -> None:
+def test_without_a_store_profiles_are_refused_but_stacks_dumped(tmp_path: Path) -> None:
     config = make.config(socket=str(tmp_path / "d.sock"))
     daemon = Daemon(config, collectors=make.collectors(make.rank(0)), clock=make.FakeClock(seconds=-1.0))
     daemon._collectors.stacks.dump = dump  # type: ignore[attr-defined]
@@ -248,9 +244,7 @@ def test_without_a_store_profiles_say_how_to_get_one_and_stacks_still_work(tmp_p
         daemon.stop()
 
 
-def test_what_the_store_counts_is_in_the_metrics_and_its_problem_in_the_answer_and_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_store_counts_are_in_metrics_and_problems_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "taken").write_text("a file where the folder should be")
     config = make.config(socket=str(tmp_path / "d.sock"), profile_dir=str(tmp_path / "taken"))
     daemon = Daemon(config, collectors=make.collectors(make.rank(0)), clock=make.FakeClock(seconds=-1.0))

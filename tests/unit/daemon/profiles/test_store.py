@@ -62,7 +62,7 @@ def opened(tmp_path: Path) -> Iterator[ProfileStore]:
     made.close()
 
 
-def test_what_was_recorded_is_found_by_run_rank_time_thread_and_phase(opened: ProfileStore) -> None:
+def test_records_are_found_by_run_rank_time_thread_and_phase(opened: ProfileStore) -> None:
     opened.record(recording({LOAD: 3, STEP: 5}))
     opened.record(recording({LOAD: 4}, minute=2, rank=1, thread="pin"))
     opened.record(recording({STEP: 7}, run="other"))
@@ -82,7 +82,7 @@ def test_what_was_recorded_is_found_by_run_rank_time_thread_and_phase(opened: Pr
     assert opened.status().samples_stored == 19 and opened.status().problem is None
 
 
-def test_an_interval_that_is_not_over_is_found_once_before_and_after_it_is_written(opened: ProfileStore) -> None:
+def test_an_open_interval_is_found_once_before_and_after_writing(opened: ProfileStore) -> None:
     opened.record(recording({LOAD: 3}))
     while opened.query(Query("run", EVER)).samples_total == 0:
         pass
@@ -155,7 +155,7 @@ def test_names_are_bounded_and_printable(opened: ProfileStore) -> None:
     assert found.stack[0].file.endswith("/end.py") and found.stack[0].line == 0
 
 
-def test_a_rank_with_too_many_frames_or_stacks_leaves_room_for_others(opened: ProfileStore) -> None:
+def test_a_rank_with_too_many_stacks_leaves_others_room(opened: ProfileStore) -> None:
     opened.record(recording(distinct(1, 100, depth=200)))
     opened.record(recording({LOAD: 3}, rank=1))
     many = dict.fromkeys(((Frame("f", "f", line),) for line in range(STACKS_PER_INTERVAL_LIMIT)), 1)
@@ -170,7 +170,7 @@ def test_a_rank_with_too_many_frames_or_stacks_leaves_room_for_others(opened: Pr
     assert len(found.frames) <= 2 * NEW_FRAMES_LIMIT + 10
 
 
-def test_stacks_that_do_not_fit_into_one_segment_go_into_several(
+def test_stacks_too_many_for_one_segment_are_split(
     opened: ProfileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment, "STACKS_LIMIT", 30)
@@ -194,7 +194,7 @@ def test_numbers_that_no_recording_has_are_lost_and_damage_nothing(
     assert opened.status().samples_lost == 3
 
 
-def test_the_oldest_profiles_make_room_and_the_files_stay_within_their_size(tmp_path: Path) -> None:
+def test_the_oldest_profiles_are_dropped_to_stay_within_size(tmp_path: Path) -> None:
     limits = replace(LIMITS, total_bytes=1 << 20, free_ratio=0.0)
     made = new_store(tmp_path, limits)
     for minute in range(1, 60):
@@ -208,9 +208,7 @@ def test_the_oldest_profiles_make_room_and_the_files_stay_within_their_size(tmp_
     made.close()
 
 
-def test_a_daemon_that_is_started_again_and_again_keeps_a_bounded_number_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_restarts_keep_a_bounded_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "FILES_LIMIT", 3)
     for minute in range(1, 7):
         made = new_store(tmp_path)
@@ -238,7 +236,7 @@ def test_profiles_older_than_the_age_limit_are_removed(tmp_path: Path) -> None:
     made.close()
 
 
-def test_a_file_of_something_else_is_set_aside_and_only_one_is_kept(tmp_path: Path) -> None:
+def test_foreign_files_are_set_aside_and_one_is_kept(tmp_path: Path) -> None:
     for number, content in enumerate((b"not a database" * 1000, b"another one" * 1000), 1):
         (tmp_path / FIRST_FILE).write_bytes(content)
         made = new_store(tmp_path)
@@ -255,7 +253,7 @@ def test_a_file_of_something_else_is_set_aside_and_only_one_is_kept(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "empty", "version"])
-def test_what_else_may_be_in_the_place_of_a_file_is_no_obstacle(tmp_path: Path, kind: str) -> None:
+def test_profiles_are_stored_whatever_occupies_a_files_place(tmp_path: Path, kind: str) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "profiles"
     victim.write_text("precious")
     new_store(folder).close()
@@ -333,7 +331,7 @@ def test_damage_is_never_raised_and_costs_no_new_profile(
         "DROP TABLE dictionary",
     ],
 )
-def test_content_that_no_writer_wrote_is_damage_and_is_set_aside(tmp_path: Path, change: str) -> None:
+def test_damaged_content_is_reported_and_set_aside(tmp_path: Path, change: str) -> None:
     made = new_store(tmp_path)
     made.record(recording({LOAD: 3}))
     made.close()

@@ -80,7 +80,7 @@ def certificate_of(server: UserApiServer) -> bytes:
     return ssl.get_server_certificate(("127.0.0.1", server.port), timeout=30).encode()
 
 
-def test_new_files_serve_new_connections_and_half_a_change_is_none(
+def test_a_certificate_change_serves_new_connections_once_complete(
     cluster: Cluster, authority: Authority, start: Start
 ) -> None:
     token = begun(cluster)
@@ -127,7 +127,7 @@ def test_an_address_that_is_taken_is_told(cluster: Cluster) -> None:
         UserApiServer(settings, [cluster.captures.handler(cluster.guard)], None).start()
 
 
-def test_no_token_is_taken_in_plain_text_and_nobody_trusts_an_ended_certificate(
+def test_plain_text_tokens_and_expired_certificates_are_refused(
     cluster: Cluster, authority: Authority, start: Start
 ) -> None:
     token = begun(cluster)
@@ -157,9 +157,7 @@ def test_connections_without_a_handshake_hold_nobody_up(
         assert found(server, authority, token) == "lab/mine"
 
 
-def test_calls_that_are_begun_and_left_alone_take_no_more_than_their_callers_share(
-    cluster: Cluster, authority: Authority, start: Start
-) -> None:
+def test_unfinished_calls_take_only_their_callers_share(cluster: Cluster, authority: Authority, start: Start) -> None:
     """More of them than there are threads, by strangers and by one who may come in."""
     ada, mallory = begun(cluster), cluster.may("mallory", "get")
     pair = authority.issue("api", NAME)

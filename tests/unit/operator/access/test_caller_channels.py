@@ -44,7 +44,7 @@ def code(channel: grpc.Channel) -> grpc.StatusCode:
     return refused
 
 
-def test_a_channel_has_the_rights_of_its_caller_and_is_audited_in_its_name(
+def test_a_channel_has_its_callers_rights_and_audit_name(
     cluster: Cluster, channels: CallerChannels, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rankscope.audit")
@@ -61,7 +61,7 @@ def test_a_channel_has_the_rights_of_its_caller_and_is_audited_in_its_name(
     ]
 
 
-def test_a_ticket_ends_with_its_request_and_the_socket_is_ours_alone(cluster: Cluster) -> None:
+def test_a_ticket_ends_with_its_request_on_a_private_socket(cluster: Cluster) -> None:
     channels = CallerChannels(cluster.authentication, cluster.handlers, CaptureAudit())
     channels.start()
     token = cluster.may("ada", "list")
@@ -80,7 +80,7 @@ def test_a_ticket_ends_with_its_request_and_the_socket_is_ours_alone(cluster: Cl
     assert not folder.exists()
 
 
-def test_a_request_of_the_console_calls_the_api_as_its_caller(cluster: Cluster, channels: CallerChannels) -> None:
+def test_a_console_request_calls_the_api_as_its_caller(cluster: Cluster, channels: CallerChannels) -> None:
     access = ConsoleAccess(Guard(cluster.authentication, CaptureAudit()), channels)
     codes: list[grpc.StatusCode | None] = []
 

@@ -29,7 +29,7 @@ def audited(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any
     return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
 
 
-def test_a_capture_is_made_in_the_callers_name_and_followed_to_its_end(
+def test_a_capture_runs_to_its_end_in_the_callers_name(
     cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:
     token = cluster.may("ada", "create")
@@ -64,7 +64,7 @@ def test_a_capture_is_made_in_the_callers_name_and_followed_to_its_end(
     assert asked["reason"] == "slow since noon" and asked["capture"] == name and asked["address"] == "127.0.0.1"
 
 
-def test_the_same_id_again_is_the_same_capture_and_nobody_elses(cluster: Cluster) -> None:
+def test_a_repeated_id_is_the_same_capture_for_its_caller(cluster: Cluster) -> None:
     token = begun(cluster, "once")
     again = pb.StartCaptureRequest(job=RUN, ranks="all", steps=3, id="once")
     stream = cluster.stub(token).StartCapture(again)
@@ -137,13 +137,13 @@ def test_a_reason_is_one_bounded_line(cluster: Cluster) -> None:
     assert document["spec"]["reason"].startswith("a b�[2Jx") and len(document["spec"]["reason"]) <= 1024
 
 
-def test_a_run_that_is_not_there_is_named_to_those_who_may_capture_it(cluster: Cluster) -> None:
+def test_a_missing_run_is_reported_to_callers_with_capture_rights(cluster: Cluster) -> None:
     token = cluster.may("ada", "create")
     error = refusal(lambda: cluster.stub(token).StartCapture(pb.StartCaptureRequest(job="lab/none", steps=3)))
     assert error.code() is Code.NOT_FOUND and "kubectl get trainingruns -n lab" in error.details()
 
 
-def test_a_capture_that_cannot_begin_is_an_error_with_its_reason(cluster: Cluster) -> None:
+def test_a_capture_that_cannot_begin_reports_its_reason(cluster: Cluster) -> None:
     token = cluster.may("ada", "create")
     request = pb.StartCaptureRequest(job=RUN, ranks="straggler", steps=3, id="none")
     stream = cluster.stub(token).StartCapture(request, timeout=60)
@@ -193,7 +193,7 @@ def test_nobody_fills_the_api_server_with_captures(cluster: Cluster, monkeypatch
     next(cluster.stub(cluster.may("bob", "create")).StartCapture(START))
 
 
-def test_a_trace_is_passed_on_from_where_it_broke_off_and_its_download_recorded(
+def test_a_trace_download_resumes_at_an_offset_and_is_audited(
     cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:
     stub = cluster.stub(begun(cluster))

@@ -52,7 +52,7 @@ def test_without_a_token_nothing_is_to_be_had(cluster: Cluster, caplog: pytest.L
     assert len(refused) == 1
 
 
-def test_a_token_that_the_api_server_does_not_know_opens_nothing_and_is_told_nowhere(
+def test_an_unknown_token_opens_nothing_and_is_never_logged(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:
     begun(cluster)
@@ -95,7 +95,7 @@ def test_strangers_of_one_address_cannot_make_the_api_server_work(
     assert cluster.guard.counts["GetCapture", "OK"] == 2
 
 
-def test_one_client_with_an_old_token_does_not_shut_out_its_neighbours(cluster: Cluster) -> None:
+def test_a_client_with_an_old_token_shuts_out_no_other(cluster: Cluster) -> None:
     old = cluster.stub("old-token")
     for _ in range(30):
         assert refusal(lambda: old.GetCapture(pb.GetCaptureRequest(id="lab/mine"))).code() is Code.UNAUTHENTICATED
@@ -103,7 +103,7 @@ def test_one_client_with_an_old_token_does_not_shut_out_its_neighbours(cluster: 
     assert cluster.stub(token).GetCapture(pb.GetCaptureRequest(id="lab/mine")).capture.id == "lab/mine"
 
 
-def test_a_refused_caller_gets_the_same_answer_whether_the_object_exists_or_not(
+def test_a_refusal_does_not_reveal_whether_the_object_exists(
     cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:
     begun(cluster)
@@ -144,7 +144,7 @@ def test_each_call_needs_its_own_right(cluster: Cluster) -> None:
         assert error.code() is Code.PERMISSION_DENIED, name
 
 
-def test_all_namespaces_are_listed_only_for_those_who_may_list_all(cluster: Cluster) -> None:
+def test_all_namespaces_are_listed_only_with_the_right_to_all(cluster: Cluster) -> None:
     token = begun(cluster)
     error = refusal(lambda: cluster.stub(token).ListCaptures(pb.ListCapturesRequest()))
     assert error.code() is Code.PERMISSION_DENIED
@@ -209,7 +209,7 @@ def test_nobody_has_more_calls_under_way_than_their_share(cluster: Cluster, monk
     wait_until(is_served)
 
 
-def test_the_accounts_of_a_namespace_share_the_limits_of_one_caller(
+def test_service_accounts_of_a_namespace_share_one_callers_limits(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(people_guarding, "CALLS_OF_ONE", 2)

@@ -213,7 +213,7 @@ def test_a_hostile_daemon_is_a_problem_and_the_others_count(
     assert problem.startswith("node-b: ") and reason in problem and len(problem) <= 300 and problem.isprintable()
 
 
-def test_what_a_daemon_says_is_missing_is_passed_on_within_limits(fleet: Fleet) -> None:
+def test_problems_reported_by_a_daemon_are_passed_on_within_limits(fleet: Fleet) -> None:
     def answers(request: Any, context: grpc.ServicerContext) -> Iterator[pb.QueryProfileResponse]:
         yield pb.QueryProfileResponse(pprof=content(2))
         yield pb.QueryProfileResponse(problems=["12 samples were lost"] * 100)
@@ -231,7 +231,7 @@ def test_a_node_answers_for_its_own_ranks_only(fleet: Fleet) -> None:
     assert problems == ["node-b: samples of ranks 0 are left out: they run elsewhere"]
 
 
-def test_ranks_that_two_nodes_report_are_left_out_where_their_place_is_not_known(fleet: Fleet) -> None:
+def test_ranks_reported_by_two_nodes_without_known_place_are_omitted(fleet: Fleet) -> None:
     fleet.cluster.nodes[RUN] = RunNodes(PODS, {})
     fleet.b.profile_answers = answering(content(0, 2, accused=0.9))
     found, problems = fleet.samples()
@@ -248,9 +248,7 @@ def test_joined_profiles_take_bounded_memory(fleet: Fleet, monkeypatch: pytest.M
     assert not found and len(problems) == 2
 
 
-def test_nodes_without_a_daemon_and_nodes_over_the_limit_are_named(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_without_daemon_or_over_the_limit_are_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     del fleet.cluster.addresses["node-a"]
     found, problems = fleet.samples()
     assert found.keys() == {2, 3} and problems == ["node-a: there is no daemon on this node now"]
@@ -264,7 +262,7 @@ def test_nodes_without_a_daemon_and_nodes_over_the_limit_are_named(
     )
 
 
-def test_a_run_that_has_ended_is_read_from_all_nodes_by_its_name(fleet: Fleet) -> None:
+def test_an_ended_run_is_read_from_all_nodes_by_name(fleet: Fleet) -> None:
     fleet.cluster.nodes.clear()
     fleet.cluster.runs.clear()
     assert fleet.samples() == (dict.fromkeys(range(4), PROFILE_SAMPLES), [])
@@ -300,7 +298,7 @@ def test_no_name_reads_what_was_recorded_in_another_namespace(fleet: Fleet, tmp_
             )
 
 
-def test_a_slow_rank_is_compared_with_the_others_of_all_nodes(fleet: Fleet) -> None:
+def test_a_slow_rank_is_compared_with_ranks_of_all_nodes(fleet: Fleet) -> None:
     fleet.b.shares = {3: {"load_image": 0.4}}
     fleet.a.shares = {0: {"load_image": 0.02}}
     answer = fleet.compare(ranks=[3])
@@ -312,7 +310,7 @@ def test_a_slow_rank_is_compared_with_the_others_of_all_nodes(fleet: Fleet) -> N
     assert not fleet.a.selections[0].ranks
 
 
-def test_a_time_is_compared_with_another_and_with_another_run_if_the_caller_may_read_both(fleet: Fleet) -> None:
+def test_comparing_times_or_runs_needs_read_access_to_both(fleet: Fleet) -> None:
     def by_time(request: pb.QueryProfileRequest, context: grpc.ServicerContext) -> Iterator[pb.QueryProfileResponse]:
         is_now = request.selection.start_unix_nanos >= 100
         return cast(Any, answering(content(2, 3, load_image=0.5 if is_now else 0.1))(request, context))
@@ -352,7 +350,7 @@ def test_stacks_of_all_ranks_come_with_those_that_are_missing(fleet: Fleet) -> N
     assert len(answer.problems) == 1 and answer.problems[0].startswith("node-b: ")
 
 
-def test_stacks_of_a_hostile_daemon_are_bounded_printable_and_its_own(
+def test_stacks_of_a_hostile_daemon_are_bounded_printable_and_own(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answers(request: pb.DumpStacksRequest) -> pb.DumpStacksResponse:
@@ -488,9 +486,7 @@ def test_a_dump_that_finds_no_turn_is_recorded_as_refused(
     assert not fleet.a.dumps
 
 
-def test_dumps_of_a_run_are_limited_for_all_callers_and_jobs_together(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_callers_and_jobs_share_a_runs_dump_limit(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet.cluster.profiles, "_dumps", KeyedTokenBuckets(2, 0.0))
     fleet.dump()
     fleet.dump(job=f"{RUN}#2")
@@ -532,7 +528,7 @@ def test_nothing_is_answered_before_the_runs_are_known(fleet: Fleet) -> None:
         assert refusal(call).code() is Code.UNAVAILABLE
 
 
-def test_a_hang_is_dumped_with_flight_recorders_around_a_node_that_never_answers(
+def test_a_hang_dump_with_flight_recorders_survives_a_silent_node(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_a_second_for(fleet, fleet.b, monkeypatch)

@@ -92,7 +92,7 @@ def test_a_list_has_ranks_and_nodes_but_no_code(cluster: Cluster) -> None:
     assert b"secret" not in job.SerializeToString()
 
 
-def test_runs_of_other_replicas_come_from_their_objects_until_they_end(cluster: Cluster) -> None:
+def test_runs_of_other_replicas_come_from_objects_until_their_end(cluster: Cluster) -> None:
     cluster.run_objects = [of_another_replica("lab"), of_another_replica("lab", "Ended"), of_another_replica("other")]
     stub = jobs(cluster, cluster.may("ada", "list"))
     own, theirs = stub.ListJobs(ListJobsRequest(run="lab/"), timeout=30).jobs
@@ -131,7 +131,7 @@ def hang_of(namespace: str) -> HangReport:
     )
 
 
-def test_reports_of_hangs_are_for_those_that_may_read_profiles_and_each_read_is_audited(
+def test_hang_reports_need_profile_access_and_each_read_is_audited(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "rankscope.audit")

@@ -55,7 +55,7 @@ def test_a_token_for_our_audience_tells_who_calls() -> None:
         {"user": None},
     ],
 )
-def test_anything_but_a_plain_yes_for_our_audience_is_a_no(change: dict[str, Any]) -> None:
+def test_only_a_plain_yes_for_our_audience_authenticates(change: dict[str, Any]) -> None:
     api = FakeApi()
     api.token_status |= change
     assert made(api).caller(TOKEN) is None
@@ -68,7 +68,7 @@ def test_what_is_no_token_is_not_even_asked_about(token: str) -> None:
     assert api.asked == []
 
 
-def test_a_yes_holds_for_ten_seconds_and_a_no_for_two() -> None:
+def test_a_yes_is_cached_ten_seconds_and_a_no_two() -> None:
     api = FakeApi()
     reviews = made(api)
     reviews.caller(TOKEN)
@@ -85,7 +85,7 @@ def test_a_yes_holds_for_ten_seconds_and_a_no_for_two() -> None:
     assert reviews.caller(TOKEN) is not None
 
 
-def test_no_token_is_kept_and_no_more_answers_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_stored_and_cached_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_review, "REMEMBERED", 3)
     api = FakeApi()
     reviews = made(api)
@@ -95,7 +95,7 @@ def test_no_token_is_kept_and_no_more_answers_than_the_limit(monkeypatch: pytest
     assert len(reviews._callers._answers) == 3
 
 
-def test_the_access_review_names_all_that_is_known_of_the_caller() -> None:
+def test_the_access_review_names_everything_known_of_the_caller() -> None:
     api = FakeApi()
     reviews = made(api)
     caller = Caller("ada", "u-1", ("team",), {"scopes": ("a", "b")})
@@ -117,7 +117,7 @@ def test_the_access_review_names_all_that_is_known_of_the_caller() -> None:
     assert api.asked[1]["spec"]["nonResourceAttributes"] == {"path": "/metrics", "verb": "get"}
 
 
-def test_what_one_may_do_says_nothing_about_others_or_other_places() -> None:
+def test_a_cached_permission_holds_only_for_that_caller_and_access() -> None:
     api = FakeApi()
     reviews = made(api)
     ada = Caller("ada", groups=("team",))
@@ -143,7 +143,7 @@ def test_a_veto_beside_a_yes_is_a_no() -> None:
 
 
 @pytest.mark.parametrize("error", [UnreachableError("away"), ApiError(403, "Forbidden", "no")])
-def test_without_an_answer_nobody_is_let_in_and_nothing_is_remembered(error: Exception) -> None:
+def test_without_an_answer_nobody_is_admitted_and_nothing_is_cached(error: Exception) -> None:
     api = FakeApi(error=error)
     reviews = made(api)
     with pytest.raises(NoAnswerError):

@@ -29,7 +29,7 @@ def capture(uid: str, **rank: Any) -> CaptureObject:
     return made
 
 
-def test_details_are_asked_for_by_the_objects_own_id_and_cached_within_a_limit() -> None:
+def test_details_are_requested_by_object_id_and_cached_within_limits() -> None:
     daemon = Verbose()
     traces = Traces(cast(DaemonCalls, daemon), lambda: {"a": "x:1"})
     things = [capture(f"u-{number}", node="a") for number in range(20)]

@@ -74,7 +74,7 @@ def endpoint() -> Iterator[Endpoint]:
     receiver.stop()
 
 
-def test_a_firing_alert_starts_a_capture_and_get_tells_what_came_of_it(endpoint: Endpoint) -> None:
+def test_a_firing_alert_starts_a_capture_and_get_reports_it(endpoint: Endpoint) -> None:
     status, told = endpoint.ask(notification(entry(rank="1")))
     assert status == 200
     [outcome] = told["outcomes"]
@@ -135,7 +135,7 @@ def test_what_is_no_notification_is_a_400_that_says_where(endpoint: Endpoint, bo
     assert endpoint.play.started == []
 
 
-def test_a_body_too_large_or_of_unknown_length_is_not_read(endpoint: Endpoint) -> None:
+def test_a_body_of_excessive_or_unknown_length_is_not_read(endpoint: Endpoint) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nAuthorization: Bearer {TOKEN.decode()}\r\n".encode()
     assert b" 413 " in endpoint.raw(head + f"Content-Length: {BODY_BYTES + 1}\r\n\r\n".encode())
     assert b" 411 " in endpoint.raw(head + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -146,7 +146,7 @@ def test_elsewhere_there_is_nothing(endpoint: Endpoint) -> None:
     assert endpoint.ask(notification(entry(rank="1")), path="/metrics")[0] == 404
 
 
-def test_a_refusal_is_final_and_a_daemon_that_is_away_is_worth_another_try(endpoint: Endpoint) -> None:
+def test_a_refusal_is_final_and_an_unreachable_daemon_is_retried(endpoint: Endpoint) -> None:
     """Alertmanager drops a notification after a 4xx and repeats it after a 5xx."""
     status, told = endpoint.ask(notification(entry(rank="99")))
     assert (status, told["outcomes"][0]["result"]) == (200, "refused")
@@ -157,7 +157,7 @@ def test_a_refusal_is_final_and_a_daemon_that_is_away_is_worth_another_try(endpo
     assert len(endpoint.play.started) == 1
 
 
-def test_the_same_alert_from_several_alertmanagers_at_once_makes_one_capture(endpoint: Endpoint) -> None:
+def test_the_same_alert_from_several_alertmanagers_makes_one_capture(endpoint: Endpoint) -> None:
     endpoint.play.start_seconds = 0.3
     answers: list[tuple[int, Any]] = []
     threads = [
@@ -177,7 +177,7 @@ def test_callers_that_say_nothing_keep_nobody_out(endpoint: Endpoint) -> None:
         connection.close()
 
 
-def test_a_token_is_not_taken_in_plain_text_from_an_address_that_others_can_reach() -> None:
+def test_a_plain_text_token_is_refused_on_a_reachable_address() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "127.example.com"):
         with pytest.raises(ValueError, match="others can reach this address and there is no TLS"):
             AlertReceiver(host, 0, Played().desk, TOKEN)
@@ -188,7 +188,7 @@ def test_there_is_no_receiver_without_a_token() -> None:
         AlertReceiver("127.0.0.1", 0, Played().desk, b"")
 
 
-def test_a_token_is_made_for_its_owner_alone_and_never_over_a_file_that_is_there(tmp_path: Path) -> None:
+def test_a_new_token_is_owner_only_and_overwrites_no_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     token = make_token(path)
     assert (path.stat().st_mode & 0o777, len(token)) == (0o600, 64)
@@ -198,7 +198,7 @@ def test_a_token_is_made_for_its_owner_alone_and_never_over_a_file_that_is_there
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
-def test_a_token_that_others_can_read_or_write_is_refused_with_the_next_step(tmp_path: Path, mode: int) -> None:
+def test_a_token_others_can_access_is_refused_with_a_remedy(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "token"
     make_token(path)
     path.chmod(mode)
@@ -210,7 +210,7 @@ def test_a_token_that_others_can_read_or_write_is_refused_with_the_next_step(tmp
     ("mode", "group", "is_refused"),
     [(0o440, 2000, False), (0o440, 2001, True), (0o444, 2000, True), (0o460, 2000, True)],
 )
-def test_a_mounted_secret_of_roots_is_read_by_our_group_where_we_are_not_root(
+def test_a_mounted_root_secret_is_readable_through_our_group(
     monkeypatch: pytest.MonkeyPatch, mode: int, group: int, is_refused: bool
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 65532)
@@ -229,7 +229,7 @@ def test_a_token_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None
         read_token(path)
 
 
-def test_a_token_file_that_is_missing_or_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_token_file_missing_or_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenError, match="No such file"):
         read_token(tmp_path / "absent")
     with pytest.raises(TokenError, match="not a regular file"):

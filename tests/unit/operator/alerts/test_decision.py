@@ -44,7 +44,7 @@ class Played:
         return [wanted.ranks for wanted in self.started]
 
 
-def test_the_named_rank_is_captured_with_a_healthy_peer_and_the_capture_says_why() -> None:
+def test_the_named_rank_is_captured_with_a_peer_and_reason() -> None:
     play = Played(job(replace(SLOW, culprits=(2,))))
     assert play(entry(rank="2")) == [("started", "capture c-1")]
     wanted = play.started[0]
@@ -53,7 +53,7 @@ def test_the_named_rank_is_captured_with_a_healthy_peer_and_the_capture_says_why
     assert len(wanted.ranks) == 2
 
 
-def test_an_alert_without_a_rank_means_the_culprits_of_the_verdict_that_stands() -> None:
+def test_an_alert_without_a_rank_captures_the_verdicts_culprits() -> None:
     play = Played(job(replace(SLOW, culprits=(1, 3))))
     assert play.results(entry()) == ["started"]
     assert {1, 3} < set(play.ranks[0])
@@ -80,7 +80,7 @@ def test_alerts_of_one_job_that_come_together_make_one_capture() -> None:
     assert play.started[0].reason == "alert RankscopeStragglerRank, RankscopeLowMfu"
 
 
-def test_a_repeated_firing_makes_no_second_capture_however_late_and_another_firing_does() -> None:
+def test_only_a_new_firing_makes_a_second_capture() -> None:
     play = Played()
     assert play.results(entry(rank="1")) == ["started"]
     play.now = 6 * 86400.0
@@ -88,13 +88,13 @@ def test_a_repeated_firing_makes_no_second_capture_however_late_and_another_firi
     assert play.results(entry(rank="1", start=30)) == ["started"]
 
 
-def test_a_resolved_alert_and_one_that_does_not_ask_for_it_are_no_ones_business() -> None:
+def test_a_resolved_alert_or_one_without_request_starts_no_capture() -> None:
     play = Played()
     assert play(entry(status="resolved"), entry(capture="false"), entry(capture="True")) == []
     assert play.started == []
 
 
-def test_a_job_rests_after_a_capture_and_the_same_firing_may_have_its_own_later() -> None:
+def test_a_firing_during_a_jobs_rest_may_capture_later() -> None:
     play = Played()
     assert play.results(entry(rank="1")) == ["started"]
     play.now = 599.0
@@ -106,7 +106,7 @@ def test_a_job_rests_after_a_capture_and_the_same_firing_may_have_its_own_later(
 
 
 @pytest.mark.parametrize("was_sampled", [False, True], ids=["not seen yet", "recorded as one of others"])
-def test_a_rank_accused_only_later_is_captured_while_the_job_rests_but_not_one_after_another(
+def test_one_newly_accused_rank_is_captured_while_the_job_rests(
     was_sampled: bool,
 ) -> None:
     play = Played(job(SLOW_NETWORK, ranks=16))
@@ -170,13 +170,13 @@ def test_a_job_that_hangs_is_not_profiled() -> None:
     assert "stands still" in why
 
 
-def test_an_alert_that_lags_behind_the_verdict_still_captures_the_rank_it_names() -> None:
+def test_a_late_alert_still_captures_the_rank_it_names() -> None:
     play = Played(job(HEALTHY))
     assert play.results(entry(rank="1")) == ["started"]
     assert 1 in play.ranks[0]
 
 
-def test_a_daemon_that_cannot_be_reached_costs_nothing_but_another_try() -> None:
+def test_an_alert_is_retried_after_an_unreachable_daemon() -> None:
     play = Played()
     play.trouble = FailedError("the daemon is away")
     assert play(entry(rank="1")) == [("failed", "the daemon is away")]
@@ -192,20 +192,20 @@ def test_what_the_daemon_refuses_is_told_and_spends_nothing() -> None:
     assert play.results(entry(rank="1")) == ["started"]
 
 
-def test_a_run_of_a_cluster_is_found_by_its_namespace_and_its_name() -> None:
+def test_a_cluster_run_is_found_by_namespace_and_name() -> None:
     play = Played(job(name="other/llama"), job(name="team/llama"))
     assert play.results(entry(rank="1", run="llama", run_namespace="team")) == ["started"]
     assert play.started[0].job == "team/llama"
     assert play.results(entry(rank="1", run="llama")) == ["refused"]
 
 
-def test_a_job_is_found_by_its_label_even_if_that_is_shorter_than_its_name() -> None:
+def test_a_job_is_found_by_its_shortened_label() -> None:
     play = Played(job(name="x" * 300))
     assert play.results(entry(rank="1", run="x" * 127 + "…")) == ["started"]
     assert play.started[0].job == "x" * 300
 
 
-def test_what_came_of_alerts_is_counted_and_kept_for_a_while() -> None:
+def test_outcomes_of_alerts_are_counted_and_the_recent_ones_kept() -> None:
     play = Played()
     play(entry(rank="1"))
     play(*(entry("Odd\n\x1b[2J", rank="99", start=number % 60) for number in range(500)))
@@ -220,7 +220,7 @@ def test_what_came_of_alerts_is_counted_and_kept_for_a_while() -> None:
     assert all(outcome.alert.isprintable() for outcome in play.desk.recent)
 
 
-def test_a_job_that_another_replica_has_is_worth_trying_again_and_an_unknown_one_is_not() -> None:
+def test_another_replicas_job_is_retried_and_an_unknown_is_refused() -> None:
     play = Played()
     play.desk = AlertDecisions(lambda: play.states, play._start, is_elsewhere=lambda job: job == "theirs")
     assert play(entry(run="theirs")) == [("failed", "another replica has this job")]

@@ -53,7 +53,7 @@ def capture(uid: str = "u1", **annotations: str) -> CaptureObject:
     return made
 
 
-def test_what_began_and_ended_is_told_once_with_what_was_asked_and_chosen(audited: Records) -> None:
+def test_begin_and_end_are_recorded_once_with_request_and_choice(audited: Records) -> None:
     audit, thing = CaptureAudit(names_are_stamped=True), capture(requested_by="ada")
     for _ in range(3):
         audit.begun(thing)
@@ -99,7 +99,7 @@ def test_it_is_told_how_it_was_asked_for(annotations: dict[str, str], said: Any,
     assert record["verified"] == (said[1] is not None)
 
 
-def test_without_the_webhooks_only_names_that_we_wrote_ourselves_are_vouched_for(audited: Records) -> None:
+def test_without_webhooks_only_names_we_wrote_are_verified(audited: Records) -> None:
     audit = CaptureAudit(names_are_stamped=False)
     audit.vouch_for("ours")
     for thing in (capture("ours", requested_by="ada", via="api"), capture("theirs", requested_by="ada", via="api")):
@@ -107,7 +107,7 @@ def test_without_the_webhooks_only_names_that_we_wrote_ourselves_are_vouched_for
     assert [record["verified"] for record in audited()] == [True, False]
 
 
-def test_who_asks_by_kubectl_is_recorded_once_and_before_anything_is_written(audited: Records) -> None:
+def test_a_kubectl_requester_is_recorded_once_before_any_status(audited: Records) -> None:
     audit = CaptureAudit(names_are_stamped=True)
     fresh = replace(capture(requested_by="ada"), status=CaptureStatus())
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_the_same_refusal_is_told_once_a_minute(audited: Records) -> None:
     assert [told["namespace"] for told in audited()] == ["lab", "other", "lab"]
 
 
-def test_a_caller_who_is_refused_something_else_each_time_does_not_fill_the_log(audited: Records) -> None:
+def test_varied_refusals_of_one_caller_do_not_fill_the_log(audited: Records) -> None:
     audit = CaptureAudit(monotonic_seconds=lambda: 0.0)
     record = AuditRecord("refused", "api", "mallory", address="10.0.0.7", result="PermissionDenied")
     for number in range(1000):
@@ -162,7 +162,7 @@ class FakeCalls:
         return pb.Capture()
 
 
-def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_does_not() -> None:
+def test_a_cancelled_capture_is_stopped_if_running_otherwise_never_begun() -> None:
     running = pb.Capture(state=pb.CAPTURE_STATE_RUNNING)
     over = pb.Capture(state=pb.CAPTURE_STATE_ANALYSED)
     for known, cancel, done in (
@@ -190,7 +190,7 @@ def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_d
             assert [(rank.rank, rank.state) for rank in answer.ranks] == [(2, pb.CAPTURE_STATE_CANCELLED)]
 
 
-def test_a_capture_that_is_deleted_while_it_waits_has_a_last_record(audited: Records) -> None:
+def test_a_capture_deleted_while_waiting_has_a_last_record(audited: Records) -> None:
     leases = cast(ShardLeases, SimpleNamespace(holds=lambda job: job == "lab/llama"))
     nothing = cast(Any, None)
     controller = CapturesController(nothing, nothing, leases, nothing, dict, dict, lambda job: None)

@@ -105,7 +105,7 @@ class Operator:
         return len(self.cluster.stored)
 
 
-def test_an_alarm_of_a_listed_kind_makes_one_capture_of_the_accused_and_a_peer(cluster: Cluster) -> None:
+def test_a_listed_alarm_captures_the_accused_and_a_peer_once(cluster: Cluster) -> None:
     assert Operator(cluster).pulse() == 1
     (made,) = cluster.stored.values()
     metadata, spec = made["metadata"], made["spec"]
@@ -141,7 +141,7 @@ def test_nothing_else_makes_one(cluster: Cluster, verdict: Verdict) -> None:
     assert Operator(cluster, verdict).pulse(everything) == 0
 
 
-def test_an_operator_that_does_not_hold_the_run_or_knows_no_run_object_makes_none(cluster: Cluster) -> None:
+def test_an_operator_without_the_run_or_its_object_captures_nothing(cluster: Cluster) -> None:
     cluster.held = False
     assert Operator(cluster).pulse() == 0
     cluster.held = True
@@ -151,14 +151,14 @@ def test_an_operator_that_does_not_hold_the_run_or_knows_no_run_object_makes_non
     assert Operator(cluster).pulse() == 0
 
 
-def test_two_operators_that_have_not_seen_each_others_work_make_one(cluster: Cluster) -> None:
+def test_two_operators_unaware_of_each_other_make_one_capture(cluster: Cluster) -> None:
     one, other = Operator(cluster), Operator(cluster, replace(SLOW, culprits=(1, 2)))
     one.pulse(times=1)
     assert other.pulse(policy("other", automaticCaptures=AUTOMATIC)) == 1
     assert cluster.asked > 1
 
 
-def test_a_restarted_operator_rests_for_the_cooldown_and_does_not_capture_the_same_finding_again(
+def test_a_restarted_operator_respects_cooldown_and_captured_findings(
     cluster: Cluster,
 ) -> None:
     Operator(cluster).pulse()
@@ -171,7 +171,7 @@ def test_a_restarted_operator_rests_for_the_cooldown_and_does_not_capture_the_sa
     assert restarted.pulse() == 2
 
 
-def test_a_finding_that_was_gone_for_a_while_and_comes_again_is_another_one(cluster: Cluster) -> None:
+def test_a_finding_that_returns_after_a_while_counts_as_new(cluster: Cluster) -> None:
     operator = Operator(cluster)
     operator.pulse()
     cluster.see()
@@ -198,7 +198,7 @@ def test_one_that_somebody_deleted_is_not_made_again_at_once(cluster: Cluster) -
     assert operator.pulse() == 0
 
 
-def test_the_objects_that_limits_are_counted_by_outlive_a_short_time_to_live(cluster: Cluster) -> None:
+def test_objects_that_count_for_limits_outlive_a_short_ttl(cluster: Cluster) -> None:
     Operator(cluster).pulse(policy(automaticCaptures={**AUTOMATIC, "ttlSecondsAfterFinished": 0}))
     (made,) = cluster.stored.values()
     assert made["spec"]["ttlSecondsAfterFinished"] == 86400
@@ -218,14 +218,14 @@ def test_the_objects_that_limits_are_counted_by_outlive_a_short_time_to_live(clu
         ([capture("alert", 30, trigger="alert")], 0),  # it rests after an alert's as well
     ],
 )
-def test_the_budget_of_a_day_and_those_under_way_are_counted_from_objects(
+def test_daily_budget_and_running_captures_are_counted_from_objects(
     cluster: Cluster, known: list[CaptureObject], expected: int
 ) -> None:
     cluster.objects = {thing.uid: thing for thing in known}
     assert Operator(cluster).pulse() == expected
 
 
-def test_captures_of_one_round_count_for_the_next_run_of_the_same_policy(cluster: Cluster) -> None:
+def test_captures_of_a_round_count_for_the_policys_next_run(cluster: Cluster) -> None:
     once = policy(automaticCaptures={**AUTOMATIC, "concurrent": 1})
     cluster.runs["team/run-b"] = run_object("run-b", "uid-b")
     operator = Operator(cluster)
@@ -240,7 +240,7 @@ def test_captures_of_one_round_count_for_the_next_run_of_the_same_policy(cluster
     assert len(cluster.stored) == 2
 
 
-def test_an_outage_is_tried_again_and_a_refusal_is_not_at_once(cluster: Cluster) -> None:
+def test_an_outage_is_retried_and_a_refusal_not_at_once(cluster: Cluster) -> None:
     operator = Operator(cluster)
     cluster.trouble = UnreachableError("away")
     operator.pulse(times=3)
@@ -251,7 +251,7 @@ def test_an_outage_is_tried_again_and_a_refusal_is_not_at_once(cluster: Cluster)
     assert cluster.events == []
 
 
-def test_where_nobody_is_accused_or_too_many_are_a_few_ranks_stand_for_all() -> None:
+def test_a_few_ranks_represent_all_with_none_or_many_accused() -> None:
     network = Verdict(Kind.SLOW_COMMUNICATION, "all wait", Severity.ALARM)
     assert len(ranks_to_capture(state(network))[1]) == 2
     many = replace(SLOW, culprits=tuple(range(100)))
@@ -261,7 +261,7 @@ def test_where_nobody_is_accused_or_too_many_are_a_few_ranks_stand_for_all() -> 
     assert ranks_to_capture(state(SLOW, ranks=0))[1] == ()
 
 
-def test_a_finding_in_the_second_job_of_a_run_has_a_capture_of_that_job(cluster: Cluster) -> None:
+def test_a_finding_in_a_second_job_captures_that_job(cluster: Cluster) -> None:
     operator = Operator(cluster, HEALTHY)
     operator.others[f"{NAME}#2"] = state(SLOW, f"{NAME}#2")
     assert operator.pulse() == 1
@@ -287,7 +287,7 @@ def by_alert(cluster: Cluster) -> AlertCaptures:
     return AlertCaptures(fake, Operator(cluster).captures, fake, lambda: cluster.now)
 
 
-def test_a_firing_has_one_capture_also_for_an_operator_that_has_forgotten_it(cluster: Cluster) -> None:
+def test_a_firing_has_one_capture_even_for_a_forgetful_operator(cluster: Cluster) -> None:
     name = by_alert(cluster).start(wanted())
     assert by_alert(cluster).start(wanted()) == name  # neither has seen the other's
     cluster.see()
@@ -300,7 +300,7 @@ def test_a_firing_has_one_capture_also_for_an_operator_that_has_forgotten_it(clu
     assert made["metadata"]["ownerReferences"][0]["uid"] == "uid-run"
 
 
-def test_the_second_job_of_a_run_is_captured_as_such_and_does_not_count_as_the_first(cluster: Cluster) -> None:
+def test_an_alert_captures_the_second_job_separately_from_the_first(cluster: Cluster) -> None:
     desk = by_alert(cluster)
     first = desk.start(wanted())
     cluster.see()
@@ -311,7 +311,7 @@ def test_the_second_job_of_a_run_is_captured_as_such_and_does_not_count_as_the_f
     assert {thing.spec.run for thing in cluster.objects.values() if thing.spec} == {"run-llama"}
 
 
-def test_ranks_that_were_captured_lately_are_not_again_but_others_are(cluster: Cluster) -> None:
+def test_recently_captured_ranks_are_refused_and_others_are_not(cluster: Cluster) -> None:
     desk = by_alert(cluster)
     desk.start(wanted())
     cluster.see()
@@ -324,7 +324,7 @@ def test_ranks_that_were_captured_lately_are_not_again_but_others_are(cluster: C
     assert len(cluster.stored) == 2
 
 
-def test_what_may_go_well_later_fails_and_what_never_can_is_refused(cluster: Cluster) -> None:
+def test_temporary_trouble_fails_and_permanent_trouble_is_refused(cluster: Cluster) -> None:
     desk = by_alert(cluster)
     cluster.trouble = UnreachableError("away")
     with pytest.raises(FailedError, match="away"):

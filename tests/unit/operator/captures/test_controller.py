@@ -27,7 +27,7 @@ def read(found: dict[str, Any]) -> CaptureObject:
     return made
 
 
-def test_a_deletion_that_the_watch_reports_during_a_write_is_not_forgotten() -> None:
+def test_a_deletion_watched_during_a_write_is_not_lost() -> None:
     freed = threading.Event()
 
     class Writer:

@@ -43,7 +43,7 @@ def capture(namespace: str, name: str, status: dict[str, Any]) -> CaptureObject:
     return made
 
 
-def test_a_namespace_full_of_captures_that_run_for_ever_holds_up_no_other() -> None:
+def test_endless_captures_of_a_namespace_hold_up_no_other() -> None:
     writer, calls = FakeWriter(), FakeCalls()
     leases = cast(ShardLeases, SimpleNamespace(holds=lambda job: True, is_settling=lambda job: True))
     controller = CapturesController(

@@ -7,7 +7,7 @@ from rankscope.operator.kube.resources import CaptureSpec
 from tests.unit.operator.correlation.test_metrics import SLOW, state
 
 
-def test_the_job_and_the_accused_ranks_with_their_places_are_planned() -> None:
+def test_the_plan_has_the_job_and_accused_ranks_with_nodes() -> None:
     spec = CaptureSpec(run="r", ranks="straggler+peer", steps=3)
     made = plan(spec, "r", state(SLOW), 64)
     assert made.job == state(SLOW).job

@@ -23,7 +23,7 @@ def test_the_rank_that_works_while_the_others_wait_is_named() -> None:
     )
 
 
-def test_nobody_is_named_among_equals_or_without_anybody_to_hold_against() -> None:
+def test_no_rank_is_named_among_equals_or_without_comparison() -> None:
     assert (joint_finding([captured(0, 0.1, 0.05), captured(1, 0.1, 0.052)], DEFAULT_POLICY) or "").startswith(
         "no rank stands out"
     )
@@ -43,14 +43,14 @@ def test_the_policy_of_the_run_sets_the_threshold() -> None:
     assert (joint_finding(ranks, lenient) or "").startswith("no rank stands out")
 
 
-def test_nodes_have_one_finding_together_and_a_single_node_its_own() -> None:
+def test_several_nodes_share_a_finding_and_one_has_its_own() -> None:
     here, there = pb.Capture(ranks=[captured(0, 0.1, 0.06)]), pb.Capture(ranks=[captured(2, 0.1, 0.01)])
     here.join.reason = there.join.reason = "of one node"
     assert findings_of({"a": here, "b": there}, DEFAULT_POLICY)[0].startswith("rank 2 works")
     assert findings_of({"a": here}, DEFAULT_POLICY) == ["of one node"]
 
 
-def test_whatever_a_daemon_says_makes_a_status_that_the_api_server_takes() -> None:
+def test_any_daemon_answer_makes_a_status_the_api_server_accepts() -> None:
     heard = pb.RankCapture(rank=0, state=99, bytes=(1 << 64) - 1, error="x" * 9000, backend="y" * 9000)  # type: ignore[arg-type]
     (rank,) = updated_ranks([CapturedRank(rank=0, node="a", state="accepted")], {"a": pb.Capture(ranks=[heard])})
     assert rank.state == "unspecified"

@@ -120,7 +120,7 @@ class Fleet:
             assert any(self.signer(name))
 
 
-def test_all_is_made_in_one_round_each_for_its_side_and_then_left_alone() -> None:
+def test_one_round_makes_each_sides_certificates_then_nothing_changes() -> None:
     fleet = Fleet(api_names=("rankscope.example.com", "192.0.2.7"))
     fleet.round()
     fleet.check()
@@ -166,7 +166,7 @@ def test_a_name_in_another_spelling_is_the_same_name() -> None:
     assert fleet.snapshot() == before
 
 
-def test_for_two_years_everybody_trusts_everybody_and_nothing_comes_to_its_end() -> None:
+def test_for_two_years_all_trust_each_other_and_nothing_expires() -> None:
     fleet = Fleet()
     fleet.round()
     changes = 0
@@ -181,7 +181,7 @@ def test_for_two_years_everybody_trusts_everybody_and_nothing_comes_to_its_end()
     assert 30 <= changes <= 60  # every 20 days and some for the authorities
 
 
-def test_a_new_authority_is_told_everywhere_before_anything_it_signed_is_shown() -> None:
+def test_a_new_authority_is_published_before_its_signatures_are_used() -> None:
     fleet = Fleet()
     for _ in range(42):
         fleet.round(days=5)
@@ -194,7 +194,7 @@ def test_a_new_authority_is_told_everywhere_before_anything_it_signed_is_shown()
     assert {name: fleet.signer(name) for name in LEAVES} == {name: [True, False] for name in LEAVES}
 
 
-def test_a_leader_that_could_not_tell_everybody_does_not_count_the_time() -> None:
+def test_the_settling_time_starts_only_after_full_publication() -> None:
     fleet = Fleet()
     for _ in range(41):
         fleet.round(days=5)
@@ -250,7 +250,7 @@ def test_an_authority_that_somebody_added_is_not_told_to_daemons() -> None:
     fleet.check()
 
 
-def test_a_certificate_with_a_name_more_or_for_the_other_side_is_replaced() -> None:
+def test_a_certificate_with_extra_names_or_wrong_use_is_replaced() -> None:
     for names, use in ((("rankscope-daemon", "rankscope-operator"), Use.SERVER), (("rankscope-daemon",), Use.CLIENT)):
         fleet = Fleet()
         fleet.round()
@@ -298,7 +298,7 @@ def test_empty_secrets_of_the_installation_are_filled_without_a_complaint(caplog
     assert fleet.secrets.kept["rankscope-api-tls"]["type"] == "Opaque"  # the API server lets nobody change it
 
 
-def test_a_secret_that_is_not_there_and_that_we_may_not_make_is_told_of_once_and_the_others_are_kept(
+def test_an_uncreatable_secret_is_reported_once_and_others_are_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = Fleet()
@@ -320,7 +320,7 @@ def test_a_secret_that_is_not_there_and_that_we_may_not_make_is_told_of_once_and
     assert "create it empty with label" in told[0]
 
 
-def test_of_two_that_believe_to_lead_one_signs_and_both_show_the_same() -> None:
+def test_of_two_leaders_one_signs_and_both_show_the_same() -> None:
     secrets = Secrets()
     first, second = Fleet(secrets), Fleet(secrets)
     raced: list[str] = []
@@ -351,7 +351,7 @@ def test_a_follower_writes_nothing_and_shows_what_the_leader_made() -> None:
     assert follower.kept.are_held
 
 
-def test_after_the_authority_was_deleted_nothing_of_the_old_one_is_trusted() -> None:
+def test_a_deleted_authority_is_no_longer_trusted() -> None:
     fleet = Fleet()
     fleet.round()
     (old,) = fleet.bundle

@@ -54,7 +54,7 @@ def test_keys_are_for_their_owner_whatever_the_umask(tmp_path: Path, mask: int) 
         (FleetRole.METRICS, "prometheus", [], {"rankscope-metrics"}, Use.CLIENT),
     ],
 )
-def test_a_certificate_has_the_names_and_the_use_of_its_role(
+def test_a_certificate_has_its_roles_names_and_use(
     folder: Path, role: FleetRole, name: str, addresses: list[str], names: set[str], use: Use
 ) -> None:
     made = issue(folder, role, name, addresses).folder

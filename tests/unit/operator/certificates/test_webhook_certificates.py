@@ -72,7 +72,7 @@ class Webhook:
         assert expires(self.certificate) > self.now
 
 
-def test_the_first_certificate_is_made_at_once_published_and_left_alone() -> None:
+def test_the_first_certificate_is_published_at_once_and_left_unchanged() -> None:
     webhook = Webhook()
     webhook.round()
     webhook.check()
@@ -94,7 +94,7 @@ def test_for_two_years_the_api_server_trusts_what_is_served() -> None:
         assert len(webhook.bundle) <= 3
 
 
-def test_a_new_authority_is_published_first_and_signs_only_once_it_is_trusted() -> None:
+def test_a_new_authority_signs_only_after_it_is_trusted() -> None:
     webhook = Webhook()
     webhook.round()
     while len(webhook.bundle) == 1:
@@ -170,7 +170,7 @@ def made_by_others(labels: dict[str, str]) -> Secrets:
     return secrets
 
 
-def test_an_empty_secret_of_the_installation_is_filled_and_stays_the_installations() -> None:
+def test_an_empty_helm_secret_is_filled_and_keeps_its_metadata() -> None:
     labels = {"app.kubernetes.io/managed-by": "Helm", **OURS}
     webhook = Webhook(made_by_others(labels))
     webhook.round()
@@ -189,7 +189,7 @@ def test_a_secret_without_our_label_is_left_alone() -> None:
     assert webhook.published == b""
 
 
-def test_files_of_somebody_else_are_read_again_and_half_a_change_is_none(tmp_path: Path) -> None:
+def test_foreign_files_are_reread_and_half_a_change_is_ignored(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     first, second = authority.issue("first", "x"), authority.issue("second", "x")
     published: list[bytes] = []

@@ -149,7 +149,7 @@ def test_without_an_accepted_token_only_the_page_is_served(
     assert "forged" not in caplog.text
 
 
-def test_a_caller_sees_the_runs_of_its_namespaces_and_no_trace_of_others(
+def test_a_caller_sees_only_the_runs_of_its_namespaces(
     cluster: Cluster, played: Played, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:
     ada, root = cluster.may("ada", "list"), cluster.may("root", "list", namespace="")
@@ -205,7 +205,7 @@ def test_rights_that_are_taken_back_end_in_open_events(
         events.close()
 
 
-def test_while_the_api_server_is_away_nothing_is_shown_and_nothing_denied(
+def test_without_the_api_server_the_console_answers_unavailable(
     cluster: Cluster, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = cluster.may("ada", "list")
@@ -235,7 +235,7 @@ def test_a_tenant_has_a_limited_number_of_requests_under_way(
 # Browsers.
 
 
-def test_pages_of_other_origins_and_other_names_get_nothing_even_with_a_token(cluster: Cluster, played: Played) -> None:
+def test_other_origins_and_host_names_are_refused_despite_a_token(cluster: Cluster, played: Played) -> None:
     token = cluster.may("ada", "list")
     with served(cluster, played) as port:
         assert ask(port, "/runs", token, Origin="https://evil.example").status == 403
@@ -333,7 +333,7 @@ def test_a_run_of_another_replica_is_named_and_not_missing(cluster: Cluster, pla
             assert ask(port, f"{path}?run=other/far{more}", token).status == 404
 
 
-def test_a_run_that_another_replica_has_taken_over_is_shown_no_longer(cluster: Cluster) -> None:
+def test_a_run_taken_over_by_another_replica_is_not_shown(cluster: Cluster) -> None:
     """After a failover: the former leader gets no windows, and what it has is old."""
     held = {MINE, "lab/stays"}
     played = Played(keeps=held.__contains__)
@@ -366,7 +366,7 @@ def test_a_run_that_another_replica_has_taken_over_is_shown_no_longer(cluster: C
 ADA = {"X_Forwarded_User": "ada", "X_Forwarded_Groups": "team"}
 
 
-def test_headers_of_a_proxy_are_believed_only_where_one_is_configured(cluster: Cluster, played: Played) -> None:
+def test_proxy_headers_are_trusted_only_with_a_configured_proxy(cluster: Cluster, played: Played) -> None:
     cluster.may("ada", "list")
     with served(cluster, played) as port:
         assert ask(port, "/runs", **ADA).status == 401

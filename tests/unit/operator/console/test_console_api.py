@@ -132,7 +132,7 @@ def test_the_list_has_what_a_fleet_page_shows(address: str, played: Played) -> N
     assert llama["recent_step_seconds"] == [pytest.approx(0.1)] * 11
 
 
-def test_a_rank_has_its_latest_window_and_every_signal_beside_its_cohort(address: str) -> None:
+def test_a_rank_has_its_latest_window_and_signals_beside_cohort(address: str) -> None:
     told = ask(address, f"/api/v1/rank?run={quote(RUN, safe='')}&rank=3").json
     latest = told["latest"]
     assert (latest["coordinates"], latest["seconds_since_step"]) == ({"pipeline": 1, "data": 1}, 12.0)
@@ -143,7 +143,7 @@ def test_a_rank_has_its_latest_window_and_every_signal_beside_its_cohort(address
     assert own["values"] == [pytest.approx(0.093)] * 11 and own["cohort_median"] == [pytest.approx(0.094)] * 11
 
 
-def test_a_heat_map_is_a_matrix_in_the_order_of_its_header(address: str, played: Played) -> None:
+def test_a_heat_map_matrix_follows_the_order_of_its_header(address: str, played: Played) -> None:
     header, matrix = heatmap(address, f"run={RUN}&signal=self_seconds")
     assert header["ranks"] == [0, 2, 4, 6, 1, 3, 5, 7] and matrix.shape == (8, 11)
     assert matrix[:, 0] == pytest.approx([0.09 + rank / 1e3 for rank in header["ranks"]])
@@ -195,14 +195,14 @@ def test_every_answer_has_the_headers_that_keep_a_browser_safe(address: str, pat
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:9469", "127.0.0.1.evil.example", "192.0.2.1", "[", ""])
-def test_a_page_that_rebinds_its_name_to_this_machine_gets_nothing(address: str, host: str) -> None:
+def test_a_dns_rebinding_page_gets_nothing(address: str, host: str) -> None:
     for path in ("/", "/api/v1/runs"):
         answer = ask(address, path, Host=host)
         assert answer.status == 421 and b"llama" not in answer.body
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8080", "127.0.0.1:1", "127.0.0.5", "[::1]:9469"])
-def test_names_of_this_machine_are_served_at_any_port_for_the_sake_of_tunnels(address: str, host: str) -> None:
+def test_local_host_names_are_served_at_any_port(address: str, host: str) -> None:
     assert ask(address, "/api/v1/runs", Host=host).status == 200
 
 
@@ -239,9 +239,7 @@ def test_names_and_texts_of_containers_are_printable_and_stay_data() -> None:
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_files_are_asked_for_again_unless_their_name_has_a_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_revalidated_unless_their_name_has_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "assets").mkdir()
     (tmp_path / "index.html").write_text("<p>page</p>")
     (tmp_path / "assets" / "index-Bq3x9_Za.js").write_text("1")
@@ -255,7 +253,7 @@ def test_files_are_asked_for_again_unless_their_name_has_a_hash(
         assert ask(address, "/assets/outside.js").status == 404
 
 
-def test_the_page_in_the_package_has_no_script_and_no_style_of_its_own(address: str) -> None:
+def test_the_packaged_page_has_no_inline_script_or_style(address: str) -> None:
     page = ask(address, "/")
     assert page.status == 200 and b'id="console"' in page.body
     assert not any(word in page.body.lower() for word in (b"<script>", b"style=", b"onclick", b"http://", b"https://"))
@@ -285,7 +283,7 @@ class Events:
         self._socket.close()
 
 
-def test_events_have_all_runs_first_then_those_that_changed_then_all_if_one_is_gone() -> None:
+def test_events_send_all_runs_then_changes_then_all_after_removal() -> None:
     played = Played()
     played.tick(run="a")
     played.tick(run="b")
@@ -319,7 +317,7 @@ def crowd(played: Played, number: int) -> None:
     )
 
 
-def test_a_reader_that_sleeps_gets_the_newest_state_and_nothing_is_queued_for_it(
+def test_a_slow_event_reader_gets_the_newest_state_without_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api, "EVENT_SECONDS", 0.0)
@@ -355,7 +353,7 @@ def test_a_reader_that_takes_nothing_for_long_is_disconnected(monkeypatch: pytes
         quick.close()
 
 
-def test_so_many_clients_follow_events_and_a_place_is_free_when_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_clients_are_limited_and_leaving_frees_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "EVENT_CLIENTS", 2)
     played = Played()
     with served(played) as address:
@@ -374,7 +372,7 @@ def ask_events(address: str) -> int:
     return events.answer.status
 
 
-def test_who_sends_no_request_is_disconnected_and_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_request_is_disconnected_and_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEAD_SECONDS", PATIENCE_SECONDS)
     with served(Played()) as address:
         host, _, port = address.partition(":")
@@ -488,7 +486,7 @@ def test_viewers_of_the_same_version_share_one_answer(monkeypatch: pytest.Monkey
         assert made == [1, 2]
 
 
-def test_of_a_run_that_has_ended_the_time_before_its_end_is_shown() -> None:
+def test_an_ended_run_shows_the_time_before_its_end() -> None:
     played = Played(begin=1e9)
     for _ in range(20):
         played.tick()

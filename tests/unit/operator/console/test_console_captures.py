@@ -85,7 +85,7 @@ def test_a_capture_is_started_followed_and_cancelled(console: Console) -> None:
     assert (ended["state"], ended["is_final"], ended["ranks"][0]["state"]) == ("cancelled", True, "cancelled")
 
 
-def test_a_summary_has_what_the_traces_say_in_numbers_and_sentences(console: Console) -> None:
+def test_a_summary_reports_the_traces_in_numbers_and_sentences(console: Console) -> None:
     console.captures.known[ID] = capture(ANALYSED, ANALYSED, ANALYSED, edit=joined)
     summary = console.get(f"/capture?id={ID}").json["summary"]
     assert summary["join"]["culprits"] and summary["join"]["last_arrivals"] and summary["ranks"][0]["span_seconds"]
@@ -107,7 +107,7 @@ def test_the_newest_captures_come_first_and_the_list_is_bounded(
     assert [row["id"] for row in console.get("/captures?run=llama").json["captures"]] == ["c-0"]
 
 
-def test_the_cost_is_the_documented_one_until_a_capture_has_measured_it(console: Console) -> None:
+def test_the_cost_is_the_documented_one_until_measured(console: Console) -> None:
     first = console.get("/captures/cost?run=bert&steps=4").json
     check(first, "CaptureCost")
     assert (first["recording_seconds"], first["slowdown_ratio"], first["bytes_per_rank"]) == (
@@ -196,7 +196,7 @@ def test_a_recording_is_downloaded_under_a_plain_name(console: Console) -> None:
         assert console.get(f"/capture/artifact?id={ID}&{missing}").status == 404
 
 
-def test_a_recording_that_is_not_as_large_as_it_should_be_is_not_delivered(console: Console) -> None:
+def test_a_recording_of_unexpected_size_is_not_delivered(console: Console) -> None:
     console.captures.known[ID] = capture(ANALYSED, ANALYSED)  # 2500 bytes
     for size in (2501, 2499, 0):
         console.captures.artifacts[0] = bytes(size)
@@ -223,9 +223,7 @@ def test_more_than_was_announced_breaks_off(console: Console) -> None:
     assert len(caught.value.partial) == 2000
 
 
-def test_so_many_downloads_run_at_a_time_and_a_place_is_free_when_one_ends(
-    console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_downloads_are_limited_and_each_end_frees_a_place(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console_captures, "DOWNLOADS", threading.BoundedSemaphore(1))
     console.captures.known[ID] = capture(ANALYSED, ANALYSED)
     console.captures.artifacts[0] = bytes(2500)
@@ -275,7 +273,7 @@ def test_a_merged_trace_that_is_not_whole_breaks_off(console: Console) -> None:
         console.get(f"/capture/merged?id={ID}")
 
 
-def test_traces_that_are_too_large_to_merge_are_refused_with_another_way(
+def test_traces_too_large_to_merge_are_refused_with_an_alternative(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(console, trace_of(0), trace_of(1))
@@ -339,7 +337,7 @@ def test_a_flame_graph_is_a_page_that_can_reach_nothing(profiled: tuple[str, Dae
     assert ask(address, path, Sec_Fetch_Site="cross-site").status == 403
 
 
-def test_a_flame_graph_that_cannot_be_made_says_what_to_do(profiled: tuple[str, Daemon]) -> None:
+def test_an_impossible_flame_graph_says_what_to_do(profiled: tuple[str, Daemon]) -> None:
     for query, status in (
         *(("against=cohort", 400), ("ranks=x", 400), ("since=60", 400), ("against=x", 400), ("ranks=7", 404)),
     ):
@@ -350,7 +348,7 @@ def test_a_flame_graph_that_cannot_be_made_says_what_to_do(profiled: tuple[str, 
 # Callers on this machine.
 
 
-def test_captures_are_for_the_users_of_the_socket_and_the_kernel_says_who_calls(tmp_path: Path) -> None:
+def test_captures_are_only_for_socket_users_identified_by_the_kernel(tmp_path: Path) -> None:
     captures, target = ScriptedCaptures(), f"unix:{tmp_path / 'd.sock'}"
     server = serve(captures, target)
     played = Played()

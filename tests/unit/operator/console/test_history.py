@@ -31,7 +31,7 @@ def matrix(view: RunView, signal: str = "self_seconds", columns: int = 2000) -> 
     return np.frombuffer(data, "<f4").reshape(len(header.ranks), len(header.starts))
 
 
-def test_every_signal_has_a_unit_and_a_definition_and_only_measured_ones_are_kept() -> None:
+def test_signals_have_unit_and_definition_and_only_measured_are_kept() -> None:
     assert all(signal.unit and signal.definition.endswith(".") for signal in (*SIGNALS, *RUN_SIGNALS))
     played = Played()
     played.tick()
@@ -41,7 +41,7 @@ def test_every_signal_has_a_unit_and_a_definition_and_only_measured_ones_are_kep
     assert np.isnan(matrix(played.view(), "gpu_power_watts")).all()
 
 
-def test_on_a_device_self_time_and_wait_are_those_that_the_comparison_of_ranks_shows() -> None:
+def test_device_self_time_and_wait_match_the_comparison_of_ranks() -> None:
     played = Played()
     played.tick(ranks=2)
     played.now += TICK_SECONDS
@@ -53,7 +53,7 @@ def test_on_a_device_self_time_and_wait_are_those_that_the_comparison_of_ranks_s
     assert matrix(played.view(), "wait_seconds")[1].tolist() == pytest.approx([0.01, 0.25])
 
 
-def test_a_rank_that_falls_silent_and_one_that_joins_are_unknown_where_they_were_not() -> None:
+def test_silent_and_joining_ranks_are_unknown_while_absent() -> None:
     played = Played()
     played.tick(ranks=(0, 1))
     for _ in range(5):
@@ -64,7 +64,7 @@ def test_a_rank_that_falls_silent_and_one_that_joins_are_unknown_where_they_were
     assert np.isnan(joined).tolist() == [True, False, False, False, False, False]
 
 
-def test_the_limit_holds_while_the_whole_life_of_a_run_is_kept_the_newest_in_full() -> None:
+def test_a_runs_whole_life_fits_the_limit_newest_in_full() -> None:
     played = Played(limit_bytes=100_000)
     for number in range(1000):
         played.tick(lambda rank, n=number: {"steps": 1.0, "step_seconds": 1.0, "self_seconds": float(n)}, ranks=8)
@@ -82,7 +82,7 @@ def test_the_limit_holds_while_the_whole_life_of_a_run_is_kept_the_newest_in_ful
     assert (np.diff(own) > 0).all()
 
 
-def test_a_small_run_has_no_more_ticks_than_a_page_can_show() -> None:
+def test_a_small_run_has_no_more_ticks_than_the_limit() -> None:
     played = Played()
     for _ in range(history.TICKS_PER_RUN + 200):
         played.tick(ranks=1)
@@ -92,7 +92,7 @@ def test_a_small_run_has_no_more_ticks_than_a_page_can_show() -> None:
     assert 50 < len(summary.recent_step_seconds) <= 60 and summary.recent_step_seconds[0] == pytest.approx(0.1)
 
 
-def test_runs_that_ended_are_kept_until_room_is_needed_and_go_before_others_lose_detail() -> None:
+def test_ended_runs_are_dropped_before_other_runs_lose_detail() -> None:
     played = Played(limit_bytes=60_000)
     for run in ("first", "second", "third"):
         for _ in range(10):
@@ -109,7 +109,7 @@ def test_runs_that_ended_are_kept_until_room_is_needed_and_go_before_others_lose
     assert all(tick.end - tick.start <= TICK_SECONDS for tick in played.view("third").ticks)
 
 
-def test_the_number_of_runs_is_bounded_and_those_without_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_bounded_and_those_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "RUNS_KEPT", 2)
     played = Played()
     for run in "abc":
@@ -147,7 +147,7 @@ def usual_verdict() -> Verdict:
     return Verdict(Kind.HEALTHY, "all is well")
 
 
-def test_what_was_lost_today_starts_at_zero_at_midnight_and_outlives_a_restart() -> None:
+def test_time_lost_today_resets_at_midnight_and_survives_a_restart() -> None:
     played = Played()
     played.tick()
     played.tick(verdict=replace(SLOW, lost_gpu_seconds=50.0))
@@ -171,7 +171,7 @@ def test_the_pace_of_a_hanging_run_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(("start_nanos", "end_nanos"), [(0, 2**62), (2**62, 0)])
-def test_a_daemon_that_claims_an_impossible_window_does_not_bend_time(start_nanos: int, end_nanos: int) -> None:
+def test_a_daemons_impossible_window_keeps_ticks_in_order(start_nanos: int, end_nanos: int) -> None:
     played = Played()
     played.tick()
     for window in played.held():
@@ -198,7 +198,7 @@ def test_a_clock_that_is_set_back_leaves_ticks_in_order() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.sets(st.integers(0, 40), min_size=1), st.booleans()), max_size=60),
     st.integers(3_000, 60_000),
 )
-def test_whatever_runs_do_the_limit_holds_and_time_does_not_overlap(
+def test_history_stays_within_its_limit_and_ticks_never_overlap(
     moves: list[tuple[str, set[int], bool]], limit_bytes: int
 ) -> None:
     played = Played(limit_bytes)
@@ -220,7 +220,7 @@ def test_whatever_runs_do_the_limit_holds_and_time_does_not_overlap(
             run_detail(view)
 
 
-def test_ranks_are_in_the_order_of_pipeline_data_and_tensor_where_known() -> None:
+def test_ranks_are_ordered_by_known_pipeline_data_and_tensor() -> None:
     played = Played()
     played.tick(ranks=(5, 3, 0, 4))
     detail = run_detail(played.view())
@@ -243,7 +243,7 @@ def test_a_rank_is_shown_beside_the_median_of_its_stage() -> None:
     assert len(found.history.starts) == len(found.history.ends) == 3
 
 
-def test_the_histogram_has_every_step_time_and_the_outliers_in_its_last_bin() -> None:
+def test_the_histograms_last_bin_has_the_outliers_of_all_steps() -> None:
     played = Played()
     for number in range(50):
         played.tick(
@@ -272,9 +272,7 @@ def fleet_tick(played: Played, fleet: dict[int, HeldWindow]) -> float:
     return time.thread_time() - begun
 
 
-def test_a_tick_of_4096_ranks_costs_a_fraction_of_parsing_their_windows(
-    fleet: dict[int, HeldWindow], measured: Measured
-) -> None:
+def test_a_tick_of_4096_ranks_costs_a_fraction_of_parsing(fleet: dict[int, HeldWindow], measured: Measured) -> None:
     played = Played()
     ticks = [fleet_tick(played, fleet) for _ in range(8)]
     begun = time.thread_time()

@@ -197,7 +197,7 @@ def test_values_that_cannot_be_are_left_out(view: RunView) -> None:
         assert older.rows([("self_seconds", "3"), ("self_seconds", "2")]).shape == (4, 2)
 
 
-def test_a_run_is_asked_about_once_at_a_time_and_an_answer_serves_many(view: RunView) -> None:
+def test_a_run_has_one_query_at_once_with_shared_answers(view: RunView) -> None:
     released = threading.Event()
 
     def wait(connection: socket.socket) -> None:
@@ -214,7 +214,7 @@ def test_a_run_is_asked_about_once_at_a_time_and_an_answer_serves_many(view: Run
         assert len(server.requests) == 1
 
 
-def test_steps_come_from_the_columns_and_from_the_number_of_ranks(view: RunView) -> None:
+def test_query_steps_follow_the_columns_and_number_of_ranks(view: RunView) -> None:
     with serving(says(result())) as server:
         source = history(server.url)
         points = []
@@ -255,7 +255,7 @@ def test_without_prometheus_memory_says_where_it_begins(view: RunView) -> None:
     assert asked is not None and asked.history.begins_unix_seconds is None and asked.history.note == READING.note
 
 
-def test_every_signal_of_a_rank_is_read_from_metrics_that_are_exported() -> None:
+def test_every_signal_of_a_rank_reads_exported_metrics() -> None:
     metrics = exported_metrics()
     recorded = {rule.get("record") for rule in rules()}
     for signal in (*SIGNALS, *RUN_SIGNALS[:4]):

@@ -20,7 +20,7 @@ def a_window(rank: int = 0, node: str = "a", **fields: object) -> window_pb2.Ran
     )
 
 
-def test_means_of_a_step_arrive_as_they_are_and_what_is_absent_becomes_nan() -> None:
+def test_step_means_arrive_unchanged_and_absent_ones_are_nan() -> None:
     window = a_window(
         steps=20,
         step_seconds=StepStatistics(mean=0.1),
@@ -53,7 +53,7 @@ def test_a_measured_zero_is_not_an_absent_value() -> None:
     assert job_window([window], 2).columns.input_seconds[0] == 0.0
 
 
-def test_a_rank_without_step_records_has_no_steps_rather_than_none_done() -> None:
+def test_a_rank_without_step_records_has_unknown_steps_not_zero() -> None:
     columns = job_window([a_window(rank=0), a_window(rank=1, steps=0)], 2).columns
     assert np.isnan(columns.steps[0])
     assert columns.steps[1] == 0.0
@@ -72,7 +72,7 @@ def test_a_stall_without_counters_says_that_they_are_unknown() -> None:
     assert (stall.phase, stall.collectives_enqueued) == ("forward", None)
 
 
-def test_clocks_of_two_nodes_are_compared_by_the_steps_they_share() -> None:
+def test_clocks_of_two_nodes_are_compared_by_shared_steps() -> None:
     def on(node: str, rank: int, total: int, end: float) -> window_pb2.RankWindow:
         return a_window(
             rank=rank,
@@ -89,7 +89,7 @@ def test_clocks_of_two_nodes_are_compared_by_the_steps_they_share() -> None:
     assert apart.clock_skew_seconds == pytest.approx(3.0, abs=0.01)
 
 
-def test_the_gpu_of_a_rank_is_evidence_where_it_is_one() -> None:
+def test_a_ranks_gpu_is_evidence_where_it_has_exactly_one() -> None:
     usage = window_pb2.GpuUsage(gpus=1, sm_clock_hertz=1.2e9, sm_clock_ratio=0.6, throttled_seconds={"hw_thermal": 0.5})
     gpu = evidence_of(a_window(gpu=usage)).gpu
     assert gpu is not None and gpu.sm_clock_max_hertz == pytest.approx(2e9)
@@ -99,7 +99,7 @@ def test_the_gpu_of_a_rank_is_evidence_where_it_is_one() -> None:
     assert evidence_of(a_window()).gpu is None
 
 
-def test_errors_of_the_gpu_are_evidence_with_the_time_they_came_in() -> None:
+def test_gpu_errors_are_evidence_with_their_time_span() -> None:
     usage = window_pb2.GpuUsage(
         gpus=1, ecc_uncorrected_errors=2, ecc_corrected_errors=10, xids=0, row_remap_pending=True
     )

@@ -24,7 +24,7 @@ def captured(rank: int) -> window_pb2.RankWindow:
     return window
 
 
-def test_what_a_rank_queued_for_a_cpu_is_a_share_of_its_step_and_not_the_windows_by_two_steps() -> None:
+def test_cpu_queueing_is_a_share_of_the_captured_step() -> None:
     window = job_window([captured(0), captured(1)], 2)
     assert window.is_captured
     assert window.columns.self_seconds == pytest.approx([0.06, 0.06])
@@ -55,7 +55,7 @@ def blind(rank: int) -> window_pb2.RankWindow:
     return a_window(rank, steps=20, step_seconds=StepStatistics(mean=0.09), host_seconds=0.09)
 
 
-def test_a_probe_that_cannot_tell_what_steps_wait_for_leaves_the_job_to_captures() -> None:
+def test_a_probe_blind_to_waiting_leaves_the_job_to_captures() -> None:
     window = job_window([captured(0), blind(1)], 2)
     assert window.is_captured
     assert window.columns.steps[0] == 2 and np.isnan(window.columns.steps[1])
@@ -64,7 +64,7 @@ def test_a_probe_that_cannot_tell_what_steps_wait_for_leaves_the_job_to_captures
     assert not between.is_captured and between.columns.steps.tolist() == [20, 20]
 
 
-def test_a_captured_step_on_a_device_keeps_what_it_waited_at_least() -> None:
+def test_a_captured_device_step_keeps_its_minimum_wait() -> None:
     recorded = captured(0)
     recorded.host_seconds = 0.1
     columns = job_window([recorded], 1).columns

@@ -28,6 +28,6 @@ def test_a_figure_that_cannot_be_is_not_measured(wait_seconds: float) -> None:
 
 
 @pytest.mark.parametrize("mean_seconds", [float("inf"), -1.0, 0.0, 1e-320])
-def test_nothing_is_known_of_steps_that_take_no_time_or_for_ever(mean_seconds: float) -> None:
+def test_steps_of_zero_or_endless_time_are_unknown(mean_seconds: float) -> None:
     columns = job_window([window(mean_seconds=mean_seconds)], 1).columns
     assert np.isnan(columns.step_seconds).all() and np.isnan(columns.self_seconds).all()

@@ -55,7 +55,7 @@ def columns_of(*windows: window_pb2.RankWindow) -> tuple[Sequence[float], Sequen
     return columns.self_seconds.tolist(), columns.wait_seconds.tolist(), columns.transfer_seconds.tolist()
 
 
-def test_own_time_and_waiting_come_from_the_groups_and_not_from_what_a_rank_took_for_waiting() -> None:
+def test_self_time_and_wait_come_from_groups_not_the_rank() -> None:
     by_itself = {"self_seconds": StepStatistics(mean=0.005), "wait_seconds": StepStatistics(mean=0.095)}
     windows = [on_device(rank, (7, EXPOSED, 0.01 if rank == 2 else 0.07), **by_itself) for rank in range(4)]
     own, wait, transfer = columns_of(*windows)
@@ -64,7 +64,7 @@ def test_own_time_and_waiting_come_from_the_groups_and_not_from_what_a_rank_took
     assert transfer == pytest.approx([0.01] * 4)
 
 
-def test_a_group_beside_other_work_and_one_in_its_way_are_added_up() -> None:
+def test_overlapped_and_exposed_groups_are_added_up() -> None:
     windows = [
         on_device(rank, (7, OVERLAPPED, 0.02 + extra), (9, EXPOSED, 0.01)) for rank, extra in enumerate((0.03, 0.0))
     ]
@@ -86,7 +86,7 @@ def test_a_device_whose_collectives_are_not_seen_is_not_measured() -> None:
     assert np.isnan([*own, *wait, *transfer]).all()
 
 
-def test_jobs_of_one_tick_do_not_mix_although_their_groups_have_the_same_numbers() -> None:
+def test_jobs_of_one_tick_with_equal_group_numbers_stay_apart() -> None:
     first = {rank: hold(on_device(rank, (7, EXPOSED, seconds))) for rank, seconds in enumerate((0.05, 0.02))}
     second = {rank: hold(on_device(rank, (7, EXPOSED, 0.001))) for rank in range(2)}
     made = job_windows({"one": Tick(first, 2), "two": Tick(second, 2)})
@@ -95,7 +95,7 @@ def test_jobs_of_one_tick_do_not_mix_although_their_groups_have_the_same_numbers
     assert made["two"].columns.wait_seconds == pytest.approx([0.001, 0.001])
 
 
-def test_the_status_of_a_job_tells_own_time_and_waiting_of_ranks_that_could_not_tell_them_alone() -> None:
+def test_job_status_has_self_and_wait_unknown_to_ranks_alone() -> None:
     states: list[JobState] = []
     now = 100.1
     correlator = Correlator(clock=lambda: now, monotonic=lambda: now)

@@ -51,7 +51,7 @@ class Fleet:
         return self.seen[-1]
 
 
-def test_streamed_windows_become_a_verdict_with_the_time_since_it_stands() -> None:
+def test_streamed_windows_become_a_verdict_with_its_start_time() -> None:
     fleet = Fleet()
     healthy = fleet.play(*(tick(n) for n in range(4)))
     assert healthy.verdict.kind is Kind.HEALTHY
@@ -116,7 +116,7 @@ def test_a_verdict_survives_the_wire() -> None:
     assert verdict_of(job_status(replace(state, verdict=on_device)).verdict) == on_device
 
 
-def test_a_job_that_cannot_be_judged_keeps_no_other_from_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_cannot_be_judged_blocks_no_other_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its windows hold that nobody thought of."""
     judge, asked = JobDetector.absorb, []
 

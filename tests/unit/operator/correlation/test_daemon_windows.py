@@ -16,17 +16,17 @@ def renamed(window: HeldWindow, message_bytes: bytes | None = None) -> HeldWindo
     return HeldWindow(who, window.message_bytes if message_bytes is None else message_bytes, 0, 9, window.figures)
 
 
-def test_a_window_is_read_in_full_when_asked_for_and_under_our_names() -> None:
+def test_a_window_is_fully_read_on_demand_under_our_names() -> None:
     window = renamed(held(2, stacks=StackSummary(samples=5))).message()
     assert (window.identity.job, window.identity.rank, window.stacks.samples) == ("ours", 2, 5)
 
 
-def test_garbage_that_is_found_only_then_is_a_window_with_a_problem_and_no_exception() -> None:
+def test_garbage_found_later_becomes_a_window_with_a_problem() -> None:
     window = renamed(held(2), b"\x8a\x01\x02\xff\xff").message()  # stacks of two bytes that are no message
     assert (window.identity.job, window.end_unix_nanos, list(window.problems)) == ("ours", 9, [UNREADABLE])
 
 
-def test_windows_of_a_job_are_in_the_order_of_ranks_and_can_be_sliced() -> None:
+def test_windows_of_a_job_are_sorted_by_rank_and_sliceable() -> None:
     windows = HeldWindows({rank: held(rank) for rank in (3, 1, 2)})
     assert [window.identity.rank for window in windows] == [1, 2, 3] == list(windows.identities)
     assert [window.identity.rank for window in windows[1:]] == [2, 3]

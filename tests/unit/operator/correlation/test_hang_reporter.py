@@ -82,7 +82,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     made.reporter.stop()
 
 
-def test_a_hang_is_reported_once_while_it_lasts_and_gets_its_end(watched: Watched) -> None:
+def test_a_lasting_hang_is_reported_once_and_gets_its_end(watched: Watched) -> None:
     report = watched.hang("lab/llama")
     assert report.id.startswith("lab/h-") and report.run == "lab/llama"
     assert report.headline == "rank 1 in save (ckpt.py:51), rank 0 in all_reduce (train.py:1)"
@@ -109,7 +109,7 @@ def test_a_warning_is_no_report(watched: Watched) -> None:
     assert watched.asked == ["other"]
 
 
-def test_the_flight_recorders_of_ranks_are_matched_and_what_is_missing_is_said(watched: Watched) -> None:
+def test_flight_recorders_of_ranks_are_matched_and_missing_ones_named(watched: Watched) -> None:
     tails = {rank: make_tail(dump) for rank, dump in hung_job().items()}
     ranks = [
         RankStack(rank=rank, frames=["all_reduce (a.py:1)"], flight_recorder=FlightRecorderTail(records=tail))
@@ -134,7 +134,7 @@ class NoStacksError(grpc.RpcError):
         self.code, self.details = lambda: code, lambda: details
 
 
-def test_a_daemon_that_was_just_asked_for_other_stacks_is_asked_again(watched: Watched) -> None:
+def test_a_daemon_busy_with_other_stacks_is_asked_again(watched: Watched) -> None:
     busy = NoStacksError(grpc.StatusCode.RESOURCE_EXHAUSTED, "try again in 3 s")
 
     def busy_at_first() -> DumpStacksResponse:
@@ -153,7 +153,7 @@ def test_a_daemon_that_was_just_asked_for_other_stacks_is_asked_again(watched: W
     assert watched.asked == ["llama"] * 3 + ["another"] * 3
 
 
-def test_daemons_that_do_not_answer_leave_a_report_with_the_verdict(watched: Watched) -> None:
+def test_silent_daemons_leave_a_report_with_the_verdict(watched: Watched) -> None:
     def away() -> DumpStacksResponse:
         raise NoStacksError(grpc.StatusCode.UNAVAILABLE, "no daemon")
 
@@ -167,7 +167,7 @@ def test_daemons_that_do_not_answer_leave_a_report_with_the_verdict(watched: Wat
     watched.hang("third", count=2)
 
 
-def test_a_bounded_number_is_under_way_and_the_others_wait_their_turn(watched: Watched) -> None:
+def test_reports_under_way_are_bounded_and_others_wait(watched: Watched) -> None:
     answering = threading.Event()
 
     def slow() -> DumpStacksResponse:
@@ -189,7 +189,7 @@ def test_a_bounded_number_is_under_way_and_the_others_wait_their_turn(watched: W
     assert sorted(watched.asked) == [state.job for state in states]
 
 
-def test_a_job_that_hangs_all_the_time_is_counted_and_reported_seldom(
+def test_a_constantly_hanging_job_is_counted_but_reported_seldom(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = int(REPORTS_OF_A_JOB)
@@ -202,7 +202,7 @@ def test_a_job_that_hangs_all_the_time_is_counted_and_reported_seldom(
     assert (len(watched.asked), caplog.text.count("hangs too often")) == (limit, 2)
 
 
-def test_a_restart_lists_the_reports_and_does_not_repeat_the_one_that_lasts(tmp_path: Path) -> None:
+def test_a_restart_lists_reports_and_repeats_no_lasting_one(tmp_path: Path) -> None:
     first = Watched(tmp_path)
     report = first.hang()
     first.reporter.stop()
@@ -284,7 +284,7 @@ def test_files_are_private_and_damaged_ones_are_left_alone(tmp_path: Path, caplo
     again.close()
 
 
-def test_a_folder_in_use_and_a_full_disk_lose_reports_and_nothing_else(
+def test_a_folder_in_use_or_full_disk_loses_only_reports(
     watched: Watched, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = HangStore(FolderFiles(tmp_path / "hangs"), lambda: 1000.0)

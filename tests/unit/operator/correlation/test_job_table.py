@@ -33,13 +33,13 @@ def test_a_tick_is_judged_when_every_rank_has_reported() -> None:
     assert table.take_ready(100.4) == {}
 
 
-def test_a_rank_that_does_not_report_is_waited_for_only_so_long() -> None:
+def test_a_silent_rank_is_awaited_only_for_the_grace_time() -> None:
     table = JobTable(grace_seconds=1.0)
     table.accept([window(0, 100)], 100.1)
     assert table.take_ready(101.2)["j"].columns.rank.tolist() == [0]
 
 
-def test_a_tick_is_not_judged_without_those_that_are_still_being_read() -> None:
+def test_a_tick_is_not_judged_while_windows_are_being_read() -> None:
     """A fleet's windows close at one border, and reading them all takes longer than the grace."""
     table = JobTable(grace_seconds=1.0)
     for rank in range(8):
@@ -48,7 +48,7 @@ def test_a_tick_is_not_judged_without_those_that_are_still_being_read() -> None:
     assert len(table.take_ready(103.0)["j"].columns) == 8
 
 
-def test_windows_that_drip_in_do_not_put_a_verdict_off_for_ever() -> None:
+def test_dripping_windows_do_not_delay_a_verdict_forever() -> None:
     table = JobTable(grace_seconds=1.0)
     judged = 0
     for number in range(60):
@@ -58,7 +58,7 @@ def test_windows_that_drip_in_do_not_put_a_verdict_off_for_ever() -> None:
     assert judged == 1
 
 
-def test_a_window_that_comes_after_its_tick_was_judged_is_dropped() -> None:
+def test_a_window_of_an_already_judged_tick_is_dropped() -> None:
     table = JobTable(grace_seconds=1.0)
     table.accept([window(0, 100)], 100.1)
     table.take_ready(102.0)
@@ -67,7 +67,7 @@ def test_a_window_that_comes_after_its_tick_was_judged_is_dropped() -> None:
     assert table.take_ready(110.0) == {}
 
 
-def test_a_rank_that_comes_back_as_another_process_restarts_the_job() -> None:
+def test_a_rank_returning_as_another_process_restarts_the_job() -> None:
     table = JobTable()
     table.accept([window(0, 100), window(1, 100)], 100.1)
     table.take_ready(100.2)
@@ -76,7 +76,7 @@ def test_a_rank_that_comes_back_as_another_process_restarts_the_job() -> None:
     assert table.take_restarted() == set()
 
 
-def test_the_last_words_of_a_replaced_process_do_not_restart_the_job_again() -> None:
+def test_a_late_window_of_a_replaced_process_restarts_no_job() -> None:
     table = JobTable()
     table.accept([window(0, 102, pid=500, incarnation=9)], 102.1)
     table.accept([window(0, 102, pid=100, incarnation=1)], 102.2)
@@ -108,7 +108,7 @@ def test_a_silent_job_is_forgotten() -> None:
     assert table.take_ended(161.0) == ["j"]
 
 
-def test_the_last_window_of_a_rank_goes_when_it_has_long_been_silent_and_its_job_stays() -> None:
+def test_a_long_silent_ranks_window_goes_and_its_job_stays() -> None:
     """Or ranks that somebody makes up would fill the memory."""
     table = JobTable(forget_after_seconds=60.0)
     table.accept([window(0, 100), window(1, 100)], 100.1)
@@ -132,7 +132,7 @@ def test_open_ticks_are_bounded_when_a_daemon_never_completes_one() -> None:
     assert len(table.jobs["j"].open_ticks) <= 4
 
 
-def test_an_impostor_that_claims_a_larger_world_does_not_make_the_job_incomplete() -> None:
+def test_an_impostors_larger_world_does_not_make_the_job_incomplete() -> None:
     table = JobTable()
     table.accept([window(0, 100), window(1, 100)], 100.1)
     table.accept([window(7, 100, world=64)], 100.2)

@@ -63,7 +63,7 @@ def samples(text: str, name: str) -> dict[str, float]:
     return found
 
 
-def test_a_finding_names_the_rank_where_it_runs_the_phase_and_what_it_costs() -> None:
+def test_a_finding_names_rank_place_phase_and_cost() -> None:
     lost = LostSeconds()
     states = (state(SLOW, job="team/j"),)
     lost(states)
@@ -79,7 +79,7 @@ def test_a_finding_names_the_rank_where_it_runs_the_phase_and_what_it_costs() ->
     assert samples(text, "rankscope_job_exposed_communication_ratio") == {"": 0.2}
 
 
-def test_a_healthy_job_has_a_pace_but_no_culprit_and_no_impact() -> None:
+def test_a_healthy_job_has_a_pace_without_culprit_or_impact() -> None:
     text = scrape(state())
     assert samples(text, "rankscope_job_step_seconds") == {"": 0.1}
     for absent in ("culprit{", "impact_ratio{", "culprit_stage{", "mfu_target_ratio{"):
@@ -99,12 +99,12 @@ def test_a_job_that_hangs_has_no_pace() -> None:
     assert "rankscope_job_mfu_ratio{" not in text
 
 
-def test_a_culprit_that_no_longer_reports_is_named_all_the_same() -> None:
+def test_a_culprit_that_stopped_reporting_is_still_named() -> None:
     text = scrape(state(replace(SLOW, culprits=(7,))))
     assert samples(text, "rankscope_job_culprit") == {"bound= node= phase=forward rank=7 run_pod= verdict=slow_rank": 1}
 
 
-def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_culprits_and_jobs_are_bounded_with_findings_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "JOBS_SHOWN", 64)
     many = replace(SLOW, culprits=tuple(range(100)))
     assert len(samples(scrape(state(many, ranks=100)), "rankscope_job_culprit")) == metrics.CULPRITS_SHOWN
@@ -115,7 +115,7 @@ def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first(monkey
     assert 'run="slow"' in next(line for line in text.splitlines() if line.startswith("rankscope_job_culprit"))
 
 
-def test_names_are_bounded_and_printable_and_two_that_look_alike_are_one_series() -> None:
+def test_names_are_bounded_and_printable_and_lookalikes_share_a_series() -> None:
     text = scrape(state(job="x\n\x1b[31m" + "y" * 500), state(job="x\n\x1b[31m" + "y" * 501))
     runs = {s.labels["run"] for f in text_string_to_metric_families(text) for s in f.samples if "run" in s.labels}
     assert len(runs) == 1
@@ -125,7 +125,7 @@ def test_names_are_bounded_and_printable_and_two_that_look_alike_are_one_series(
     assert samples(text, "rankscope_jobs_cut") == {"": 1}
 
 
-def test_what_was_lost_is_kept_when_the_finding_goes_and_when_the_job_restarts() -> None:
+def test_lost_seconds_survive_the_findings_end_and_a_job_restart() -> None:
     fleet, lost = Fleet(), LostSeconds()
     fleet.correlator.listen(lost)
     totals = []

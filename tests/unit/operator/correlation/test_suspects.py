@@ -47,5 +47,5 @@ def test_a_healthy_job_has_no_culprit() -> None:
     assert (found.culprits, found.reason) == ((), "all is well")
 
 
-def test_ranks_whose_work_is_not_measured_are_peers_all_the_same() -> None:
+def test_ranks_with_unmeasured_work_are_still_peers() -> None:
     assert set(suspects(state(slow(0), {0: None, 1: None, 2: None})).peers) == {1, 2}

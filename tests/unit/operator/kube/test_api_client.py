@@ -12,7 +12,7 @@ from rankscope.operator.kube.api_client import Api, ClusterError, GoneError, Unr
 
 
 @pytest.mark.parametrize("text", ["not: [yaml", "scalar", "[1, 2]", "clusters: 5", ""])
-def test_a_kubeconfig_that_cannot_be_read_is_told_in_one_line_with_the_next_step(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_kubeconfig_is_one_line_with_the_next_step(tmp_path: Path, text: str) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     with pytest.raises(ClusterError, match=r"\Acannot reach a cluster: .*; name a --kubeconfig, or run in a pod\Z"):
@@ -40,7 +40,7 @@ def answering(status: int, body: dict[str, Any]) -> ThreadingHTTPServer:
     [([{"reason": "ResourceVersionTooLarge"}], GoneError), ([], UnreachableError)],
     ids=["restored from a backup", "overloaded"],
 )
-def test_a_server_that_is_behind_what_we_know_is_listed_anew_and_one_that_is_slow_is_asked_again(
+def test_a_stale_server_is_relisted_and_a_slow_one_retried(
     tmp_path: Path, causes: list[dict[str, str]], error: type[Exception]
 ) -> None:
     server = answering(504, {"kind": "Status", "code": 504, "reason": "Timeout", "details": {"causes": causes}})

@@ -17,7 +17,7 @@ def parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
-def test_every_part_of_a_schema_has_a_type_and_no_reference(kind: Any) -> None:
+def test_every_schema_part_has_a_type_and_no_reference(kind: Any) -> None:
     version = definition(kind)["spec"]["versions"][0]
     for part in parts(version["schema"]["openAPIV3Schema"]):
         assert "type" in part, part

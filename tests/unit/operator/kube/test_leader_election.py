@@ -108,7 +108,7 @@ def passes(server: Leases, replicas: list[Replica], seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_shard_ever_has_two_holders_and_all_have_one_soon_after_the_trouble_is_over(seed: int) -> None:
+def test_shards_never_have_two_holders_and_recover_after_trouble(seed: int) -> None:
     chance = random.Random(seed)
     server, shards = Leases(), chance.choice((1, 2, 5))
     replicas = [Replica(server, name, shards, chance) for name in ("a", "b", "c")]
@@ -124,7 +124,7 @@ def test_no_shard_ever_has_two_holders_and_all_have_one_soon_after_the_trouble_i
     assert max(len(replica.leases.held) for replica in replicas) <= -(-shards // 3)
 
 
-def test_what_a_killed_replica_held_is_taken_over_within_15_s_and_the_others_settle_first() -> None:
+def test_a_killed_replicas_shards_move_within_15_s_and_settle() -> None:
     chance = random.Random(1)
     server = Leases()
     first, second = (Replica(server, name, 2, chance) for name in ("first", "second"))
@@ -138,7 +138,7 @@ def test_what_a_killed_replica_held_is_taken_over_within_15_s_and_the_others_set
     assert not second.leases.is_settling(key)
 
 
-def test_what_a_replica_that_stops_has_held_is_taken_up_at_the_next_round() -> None:
+def test_a_stopped_replicas_shards_are_taken_at_the_next_round() -> None:
     chance = random.Random(1)
     server = Leases()
     first, second = (Replica(server, name, 4, chance) for name in ("first", "second"))
@@ -149,7 +149,7 @@ def test_what_a_replica_that_stops_has_held_is_taken_up_at_the_next_round() -> N
     assert second.leases.held == {0, 1, 2, 3}
 
 
-def test_a_replica_that_is_cut_off_goes_on_listening_and_stops_acting() -> None:
+def test_a_disconnected_replica_keeps_listening_and_stops_acting() -> None:
     server = Leases()
     (alone,) = replicas = [Replica(server, "alone", 1, random.Random(1))]
     passes(server, replicas, 5.0)

@@ -102,7 +102,7 @@ def test_a_finalizer_delays_the_deletion(objects: LocalObjects) -> None:
     assert listed(objects) == []
 
 
-def test_a_broken_file_is_left_alone_and_the_others_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_file_is_skipped_and_others_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = LocalObjects(tmp_path)
     made(first)
     first.close()
@@ -160,9 +160,7 @@ def test_a_watch_continues_a_list_and_tells_what_was_deleted(
     assert seen == [("ADDED", "two"), ("MODIFIED", "two"), ("DELETED", "one")]
 
 
-def test_a_watch_from_before_the_history_is_told_to_list_again(
-    objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watch_older_than_the_history_must_list_again(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_objects, "HISTORY_EVENTS", 2)
     objects._events = type(objects._events)(maxlen=2)
     for number in range(4):

@@ -32,7 +32,7 @@ class Server:
         self.taken.append(content)
 
 
-def test_the_same_thing_is_written_once_and_the_newest_wish_replaces_those_before(outbox: Outbox) -> None:
+def test_equal_content_is_written_once_and_newer_content_replaces_older(outbox: Outbox) -> None:
     server, gate = Server(), threading.Event()
     outbox.put(Write("gate", "g", lambda: void(gate.wait(60))))
     for content in ("old", "older", "new"):
@@ -45,7 +45,7 @@ def test_the_same_thing_is_written_once_and_the_newest_wish_replaces_those_befor
     assert server.taken == ["new", "x"]
 
 
-def test_what_an_absent_or_starting_server_did_not_take_is_written_soon_after(
+def test_writes_to_an_absent_or_starting_server_are_retried_soon(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_writer, "FIRST_PAUSE_SECONDS", 0.05)
@@ -57,7 +57,7 @@ def test_what_an_absent_or_starting_server_did_not_take_is_written_soon_after(
     assert (outbox.failed_total, outbox.written_total, outbox.waiting) == (4, 1, 0)
 
 
-def test_one_write_that_is_refused_for_ever_does_not_hold_up_the_others(outbox: Outbox) -> None:
+def test_a_permanently_refused_write_holds_up_no_other(outbox: Outbox) -> None:
     server = Server()
 
     def refuse() -> None:
@@ -73,7 +73,7 @@ def void(_: object) -> None:
     pass
 
 
-def test_a_namespace_with_a_thousand_writes_does_not_hold_up_another(outbox: Outbox) -> None:
+def test_a_namespace_with_a_thousand_writes_delays_no_other(outbox: Outbox) -> None:
     server, gate = Server(), threading.Event()
     outbox.put(Write("gate", "g", lambda: void(gate.wait(60))))
     for number in range(1000):

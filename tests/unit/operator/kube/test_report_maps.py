@@ -75,7 +75,7 @@ def replicas(server: ConfigMaps, now: list[float]) -> list[HangStore]:
     return [HangStore(files, lambda: 1000.0, lambda: now[0]) for _ in range(2)]
 
 
-def test_a_report_of_one_replica_is_found_by_the_other_and_removed_by_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_find_and_remove_each_others_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_store, "REPORTS_LIMIT", 2)
     server, now = ConfigMaps(), [0.0]
     server.held[f"{PATH}/kube-root-ca.crt"] = {"metadata": {"name": "kube-root-ca.crt"}, "data": {}}
@@ -99,7 +99,7 @@ def test_a_report_of_one_replica_is_found_by_the_other_and_removed_by_either(mon
     ]
 
 
-def test_an_api_server_that_refuses_loses_a_report_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusing_api_server_loses_only_the_new_report(caplog: pytest.LogCaptureFixture) -> None:
     server, now = ConfigMaps(), [0.0]
     one, _ = replicas(server, now)
     one.keep(report(1))

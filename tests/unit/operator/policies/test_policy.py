@@ -9,7 +9,7 @@ from rankscope.operator.runs.pods import MFU_TARGET
 from tests.unit.operator.policies.policy_objects import NOW, pod, policy, run
 
 
-def test_an_empty_selector_means_every_run_of_the_namespace_and_none_of_another() -> None:
+def test_an_empty_selector_matches_every_run_of_its_namespace_only() -> None:
     assert selects(policy(), run())
     assert not selects(policy(namespace="other"), run())
 
@@ -25,13 +25,13 @@ def test_all_labels_have_to_be_on_one_pod(labels: dict[str, str], chosen: bool) 
     assert not selects(wanted, split)
 
 
-def test_pods_that_are_over_do_not_choose_for_those_that_run() -> None:
+def test_finished_pods_do_not_choose_for_running_ones() -> None:
     wanted = policy(selector={"matchLabels": {"team": "a"}})
     assert not selects(wanted, run(pod("old", phase="Failed", team="a"), pod("new", team="b")))
     assert selects(wanted, run(pod("old", phase="Failed", team="a")))  # of a run that is over, for its status
 
 
-def test_the_highest_priority_holds_then_the_oldest_then_the_name_whatever_the_order() -> None:
+def test_the_policy_is_chosen_by_priority_then_age_then_name() -> None:
     high = policy("z-high", priority=5, created=NOW)
     old = policy("b-old", created=NOW - 100)
     twin = policy("c-twin", created=NOW - 100)
@@ -44,7 +44,7 @@ def test_the_highest_priority_holds_then_the_oldest_then_the_name_whatever_the_o
         assert [rival.name for rival in found.rivals] == ["c-twin", "a-new"]
 
 
-def test_a_policy_that_cannot_be_read_holds_for_nothing_and_says_so() -> None:
+def test_an_unreadable_policy_matches_nothing_and_reports_so() -> None:
     broken = policy(priority="high")
     assert broken.spec is None
     assert match([broken], run()) is None
@@ -63,7 +63,7 @@ def test_thresholds_replace_their_own_and_no_others() -> None:
     assert thresholds(DEFAULT_POLICY, None, None) is DEFAULT_POLICY
 
 
-def test_the_target_on_a_pod_stands_above_the_policys_and_nonsense_is_as_if_it_were_not_there() -> None:
+def test_a_pods_valid_target_overrides_the_policys() -> None:
     asked = policy(thresholds={"mfuTarget": 0.3})
     good = run(pod("b", {MFU_TARGET: "0.6"}), pod("a", {MFU_TARGET: "0.5"}))
     assert mfu_target_of(good) == 0.5
@@ -82,7 +82,7 @@ def test_the_status_tells_conflicts_budget_and_kinds_that_cause_nothing() -> Non
     assert (told["CapturesLeft"].status, told["CapturesLeft"].reason) == ("False", "BudgetSpent")
 
 
-def test_of_more_policies_than_can_be_compared_the_highest_and_the_oldest_come_first() -> None:
+def test_of_too_many_policies_the_highest_and_oldest_come_first() -> None:
     many = [policy(f"p-{number}", created=NOW - number) for number in range(200)]
     other = policy("theirs", namespace="other")
     found = by_namespace([*many, policy("high", priority=1), other])

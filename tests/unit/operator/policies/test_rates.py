@@ -73,7 +73,7 @@ def played() -> Iterator[Played]:
     daemon.stop()
 
 
-def test_rates_are_sent_when_they_change_and_when_half_the_lease_is_over_and_not_between(played: Played) -> None:
+def test_rates_are_sent_only_on_change_and_at_half_lease(played: Played) -> None:
     assert played.pulse(1, a=2.0, b=3.0) == [{"ns/a": ["p"], "ns/b": ["p"]}]
     assert played.pulse(0, a=2.0, b=3.0) == []
     assert played.pulse(1, a=2.0, b=4.0) == [{"ns/b": ["p"]}]
@@ -115,7 +115,7 @@ def test_names_alone_are_not_sent_again_with_every_lease(played: Played) -> None
     assert played.pulse(1, a=None) == [{"ns/a": ["p"]}]
 
 
-def test_a_daemon_that_does_not_take_them_is_asked_again_later(played: Played) -> None:
+def test_a_daemon_refusing_rates_is_asked_again_later(played: Played) -> None:
     played.daemon.refuses = True
     played.pulse(1, a=2.0)
     assert played.pulse(0, a=2.0) == []

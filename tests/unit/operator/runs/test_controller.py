@@ -58,7 +58,7 @@ def controller(cluster: Cluster, states: Mapping[str, JobState] | None = None) -
     return made
 
 
-def test_a_mistake_is_told_once_a_pod_and_those_of_pods_that_are_gone_are_not_remembered() -> None:
+def test_a_mistake_is_told_once_and_forgotten_with_its_pod() -> None:
     cluster = Cluster()
     runs = controller(cluster)
     for number in range(50):
@@ -83,9 +83,7 @@ def verdict(kind: Kind, severity: Severity) -> RunVerdict:
         (Kind.INSUFFICIENT_DATA, Severity.NONE, False),
     ],
 )
-def test_after_a_restart_a_finding_stands_and_a_run_that_was_not_judged_yet_is_written_at_once(
-    kind: Kind, severity: Severity, is_kept: bool
-) -> None:
+def test_after_a_restart_only_an_unjudged_run_is_written(kind: Kind, severity: Severity, is_kept: bool) -> None:
     cluster = Cluster(is_new=True)
     runs = controller(cluster)
     known = run(pod("w-0"))
@@ -98,7 +96,7 @@ def test_after_a_restart_a_finding_stands_and_a_run_that_was_not_judged_yet_is_w
     assert len(cluster.written) == (0 if is_kept else 1)
 
 
-def test_a_report_of_a_hang_is_an_event_of_its_run_and_a_field_of_its_status() -> None:
+def test_a_hang_report_makes_an_event_and_a_status_field() -> None:
     cluster = Cluster()
     runs = controller(cluster)
     known = run(pod("w-0"))
@@ -132,7 +130,7 @@ def test_a_report_of_a_hang_is_an_event_of_its_run_and_a_field_of_its_status() -
     assert cluster.written[-1].last_hang == report.id
 
 
-def test_an_event_of_a_slow_rank_has_what_proves_its_cause() -> None:
+def test_a_slow_rank_event_has_the_proof_of_its_cause() -> None:
     cluster, known = Cluster(), run(pod("w-0"))
     cluster.inventory = {known.key: known}
     proof = "rank 3 spends 41 % of its time in `load_image (dataset.py:88)`, its peers 2 %"
@@ -149,7 +147,7 @@ def test_an_event_of_a_slow_rank_has_what_proves_its_cause() -> None:
     assert cluster.written[0].verdict.evidence == proof
 
 
-def test_the_nodes_of_a_run_are_those_of_its_own_pods_and_ranks_are_known_where_it_is_correlated() -> None:
+def test_run_nodes_come_from_own_pods_and_ranks_from_correlation() -> None:
     inventory = Inventory()
     for uid, name, namespace, node in (
         ("1", "llama", "team", "a"),

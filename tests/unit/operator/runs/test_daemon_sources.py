@@ -31,7 +31,7 @@ from rankscope.operator.runs.daemon_sources import (
         ("n", "n:9465"),
     ],
 )
-def test_an_address_is_a_host_with_a_port_or_the_usual_one(text: str, address: str) -> None:
+def test_an_address_is_a_host_with_given_or_default_port(text: str, address: str) -> None:
     assert parse_daemon_address(text) == address
 
 
@@ -108,7 +108,7 @@ def test_a_file_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         FileDaemons(file).addresses()
 
 
-def test_a_changed_file_is_followed_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+def test_a_changed_file_is_followed_and_a_broken_one_ignored(tmp_path: Path) -> None:
     file = tmp_path / "nodes"
     listed = DaemonList([GivenDaemons(["node-0"]), FileDaemons(file)])
     listed.read(0)
@@ -142,7 +142,7 @@ def test_a_problem_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "the last list stays in use" in caplog.text
 
 
-def test_every_address_of_a_name_is_a_daemon_and_changes_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_names_addresses_are_all_daemons_and_changes_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [["10.0.0.1", "10.0.0.2"], socket.gaierror(-3, "Temporary failure"), ["10.0.0.2", "fd00::3"]]
 
     def resolve(host: str, port: int, **kind: int) -> Sequence[Any]:

@@ -94,7 +94,7 @@ def test_a_daemon_that_went_silent_without_closing_is_asked_again(
     assert not heard._received_at
 
 
-def test_a_message_that_nobody_can_take_in_costs_the_others_nothing() -> None:
+def test_an_unacceptable_message_does_not_affect_the_others() -> None:
     heard: list[str] = []
 
     def accept(messages: Sequence[DaemonMessage]) -> None:
@@ -123,7 +123,7 @@ class Talker(RankServiceServicer):
             time.sleep(self.pause_seconds)
 
 
-def test_what_is_heard_in_a_moment_is_handed_on_together_and_garbage_or_a_flood_ends_its_own_stream(
+def test_messages_are_batched_and_garbage_or_floods_end_their_stream(
     streams: Callable[..., DaemonStreams], caplog: pytest.LogCaptureFixture
 ) -> None:
     talker, server = Talker(), grpc.server(ThreadPoolExecutor(4))
@@ -183,7 +183,7 @@ def tls(pair: Pair, authority: Authority) -> Read:
     return files(pair.certificate, pair.key, authority.certificate)
 
 
-def test_a_real_daemon_is_heard_over_tls_and_certificates_may_change_under_the_operator(
+def test_a_daemon_is_heard_over_tls_across_certificate_changes(
     daemon: Daemon, authority: Authority, streams: Callable[..., DaemonStreams], tmp_path: Path
 ) -> None:
     ears = Ears()
@@ -225,7 +225,7 @@ def test_a_server_in_a_daemons_place_is_not_followed(
     assert not ears.messages
 
 
-def test_a_replica_asks_for_the_pods_of_its_own_runs_and_leaves_nodes_without_any(
+def test_a_replica_follows_only_nodes_and_pods_of_its_runs(
     silent: tuple[Servicer, str], streams: Callable[..., DaemonStreams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servicer, address = silent

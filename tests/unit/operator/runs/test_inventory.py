@@ -14,7 +14,7 @@ def pod(uid: str, **fields: Any) -> Pod:
 LABELS = {"training.kubeflow.org/job-name": "llama"}
 
 
-def test_pods_that_are_labelled_make_a_run_at_once_and_others_when_ranks_are_seen_in_them() -> None:
+def test_labelled_pods_make_a_run_at_once_others_with_ranks() -> None:
     inventory = Inventory()
     inventory.changed("1", pod("1", labels=LABELS))
     inventory.changed("2", pod("2", owner=Owner("apps/v1", "StatefulSet", "diffusion", "u")))
@@ -25,7 +25,7 @@ def test_pods_that_are_labelled_make_a_run_at_once_and_others_when_ranks_are_see
     assert [key.name for key in inventory.runs()] == ["llama"]
 
 
-def test_a_pod_that_asks_not_to_be_watched_is_in_no_run_also_when_it_asks_later() -> None:
+def test_a_pod_leaves_its_run_whenever_it_opts_out() -> None:
     inventory = Inventory()
     inventory.changed("1", pod("1", labels=LABELS))
     inventory.changed("2", pod("2", labels=LABELS, annotations={"rankscope.dev/watch": "false"}))

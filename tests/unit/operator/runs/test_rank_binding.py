@@ -79,7 +79,7 @@ def test_a_daemon_does_not_report_for_others(inventory: Inventory, said: WatchRa
     assert binding.refusals.counts[reason] == 1
 
 
-def test_a_daemon_that_sends_ten_times_too_much_is_cut_to_its_pace_and_others_are_not(inventory: Inventory) -> None:
+def test_a_daemon_that_floods_is_throttled_without_affecting_others(inventory: Inventory) -> None:
     clock = Clock()
     binding = Binding(inventory, clock)
     kept = 0
@@ -102,21 +102,19 @@ def test_a_daemon_that_sends_ten_times_too_much_is_cut_to_its_pace_and_others_ar
         ("theirs/pytorchjob-llama#2", RUN),
     ],
 )
-def test_the_pod_of_a_rank_decides_its_run_whatever_the_daemon_calls_it(
-    inventory: Inventory, reported: str, name: str
-) -> None:
+def test_a_ranks_pod_decides_its_run_whatever_the_daemon_says(inventory: Inventory, reported: str, name: str) -> None:
     (window,) = bind(Binding(inventory, Clock()), message(0, job=reported), "node-a").windows
     assert window.identity.job == name
 
 
 @pytest.mark.parametrize("number", ["", "0", "1", "02", "17", "9" * 5000, "-2", "x", "²"])
-def test_a_number_that_no_job_of_a_run_has_is_refused(inventory: Inventory, number: str) -> None:
+def test_an_impossible_job_number_is_refused(inventory: Inventory, number: str) -> None:
     binding = Binding(inventory, Clock())
     assert not bind(binding, message(0, job=f"{RUN}#{number}"), "node-a").windows
     assert binding.refusals.counts == {"jobs": 1}
 
 
-def test_a_rank_that_gets_another_name_on_its_node_has_not_ended(inventory: Inventory) -> None:
+def test_a_rank_renamed_on_its_node_has_not_ended(inventory: Inventory) -> None:
     binding = Binding(inventory, Clock())
     before = message(0, 1, job="10.0.0.1:29500")
     bind(binding, before, "node-a")
@@ -127,7 +125,7 @@ def test_a_rank_that_gets_another_name_on_its_node_has_not_ended(inventory: Inve
     assert [(identity.rank, identity.job) for identity in accepted.departed] == [(1, RUN)]
 
 
-def test_a_pod_that_merely_has_an_owner_is_a_run_once_ranks_are_seen_in_it() -> None:
+def test_an_owned_pod_is_a_run_once_ranks_are_seen() -> None:
     inventory = Inventory()
     owner = Owner("apps/v1", "StatefulSet", "trainer", "o")
     inventory.changed("pod-0", pod(0, "node-a", labels={}, owner=owner))
@@ -136,7 +134,7 @@ def test_a_pod_that_merely_has_an_owner_is_a_run_once_ranks_are_seen_in_it() -> 
     assert [key.object_name for key in inventory.runs()] == ["statefulset-trainer"]
 
 
-def test_a_run_goes_with_its_last_pod_and_a_pod_that_changes_its_label_moves(inventory: Inventory) -> None:
+def test_runs_end_with_their_last_pod_and_relabelled_pods_move(inventory: Inventory) -> None:
     inventory.changed("pod-1", pod(1, "node-b", labels={"rankscope.dev/run": "mine"}))
     assert sorted(key.object_name for key in inventory.runs()) == ["pytorchjob-llama", "run-mine"]
     inventory.deleted("pod-0")
@@ -144,7 +142,7 @@ def test_a_run_goes_with_its_last_pod_and_a_pod_that_changes_its_label_moves(inv
     assert [key.object_name for key in inventory.runs()] == ["run-mine"]
 
 
-def test_of_runs_in_other_shards_nothing_is_kept_and_they_are_asked_for_once(inventory: Inventory) -> None:
+def test_runs_of_other_shards_are_dropped_after_one_check(inventory: Inventory) -> None:
     inventory.changed("pod-2", pod(2, "node-a", labels={"rankscope.dev/run": "mine"}))
     said = message(0, 1)
     said.MergeFrom(message(0, pod="pod-2", job="b:1/x"))
@@ -163,7 +161,7 @@ def test_of_runs_in_other_shards_nothing_is_kept_and_they_are_asked_for_once(inv
     assert sum(binding.refusals.counts.values()) == 0
 
 
-def test_what_is_kept_does_not_hold_on_to_a_message_that_was_refused_in_part(inventory: Inventory) -> None:
+def test_kept_windows_do_not_retain_a_partly_refused_message(inventory: Inventory) -> None:
     said = message(0, pod="pod-9")
     said.windows[0].problems.append("x" * 1_000_000)
     said.MergeFrom(message(0))
@@ -171,7 +169,7 @@ def test_what_is_kept_does_not_hold_on_to_a_message_that_was_refused_in_part(inv
     assert len(kept.message_bytes) < 200
 
 
-def test_a_window_that_is_too_large_or_garbage_is_refused_and_those_beside_it_are_kept(inventory: Inventory) -> None:
+def test_an_oversized_or_garbage_window_alone_is_refused(inventory: Inventory) -> None:
     said = message(0, 1, 2)
     said.windows[0].problems.append("x" * WINDOW_BYTES_LIMIT)
     read = sent(said, "node-a")
@@ -182,7 +180,7 @@ def test_a_window_that_is_too_large_or_garbage_is_refused_and_those_beside_it_ar
     assert binding.refusals.counts == {"size": 1, "unreadable": 1}
 
 
-def test_on_one_machine_without_an_api_server_ranks_keep_the_names_that_the_daemon_gives() -> None:
+def test_ranks_keep_the_daemons_names_without_an_api_server() -> None:
     binding = Binding(monotonic=Clock())
     said = message(0, 99, pod="", job="llama-77", node="laptop")
     (kept,) = bind(binding, said, "laptop").windows
@@ -192,7 +190,7 @@ def test_on_one_machine_without_an_api_server_ranks_keep_the_names_that_the_daem
     assert [identity.rank for identity in bind(binding, gone, "laptop").departed] == [0]
 
 
-def test_processes_that_a_daemon_makes_up_are_forgotten_and_only_so_many_are_known(inventory: Inventory) -> None:
+def test_invented_processes_are_forgotten_and_their_number_is_bounded(inventory: Inventory) -> None:
     clock = Clock()
     binding = Binding(inventory, clock)
     for number in range(3 * RANKS_PER_NODE):
@@ -235,7 +233,7 @@ def test_many_messages_together_are_bound_each_by_its_own_node(inventory: Invent
     assert binding.refusals.counts == {"other_node": 1}
 
 
-def test_a_lie_about_another_nodes_pod_takes_no_name_from_its_run(inventory: Inventory) -> None:
+def test_false_reports_of_a_pod_cost_its_run_no_name(inventory: Inventory) -> None:
     binding = Binding(inventory, Clock())
     for number in range(40):
         assert not bind(binding, message(0, pod="pod-1", job=f"lie:{number}/x"), "node-a").windows
@@ -244,7 +242,7 @@ def test_a_lie_about_another_nodes_pod_takes_no_name_from_its_run(inventory: Inv
     assert true.identity.job == "team/pytorchjob-llama"
 
 
-def test_a_rank_is_its_pods_as_long_as_that_pod_reports_it(inventory: Inventory) -> None:
+def test_a_rank_belongs_to_its_pod_while_that_reports_it(inventory: Inventory) -> None:
     clock = Clock()
     binding = Binding(inventory, clock)
     assert len(bind(binding, message(0, 1), "node-a").windows) == 2
@@ -257,7 +255,7 @@ def test_a_rank_is_its_pods_as_long_as_that_pod_reports_it(inventory: Inventory)
     assert len(bind(binding, message(0, pod="pod-1"), "node-b").windows) == 1
 
 
-def test_a_rank_moves_at_once_when_its_pod_is_gone_or_says_that_it_ended(inventory: Inventory) -> None:
+def test_an_ended_rank_or_pod_frees_the_rank_at_once(inventory: Inventory) -> None:
     binding = Binding(inventory, Clock())
     bind(binding, message(0, 1), "node-a")
     bind(binding, WatchRanksResponse(departed=[message(0).windows[0].identity]), "node-a")

@@ -88,7 +88,7 @@ def test_a_pod_belongs_to_what_a_person_calls_the_job(
     assert (key.namespace, key.kind, key.name, key.uid) == ("team", kind, name, uid)
 
 
-def test_a_pod_that_fetches_the_data_set_is_no_rank_of_the_run() -> None:
+def test_a_data_set_initializer_pod_is_no_rank() -> None:
     labels = {
         "jobset.sigs.k8s.io/jobset-name": "llama",
         "jobset.sigs.k8s.io/replicatedjob-name": "dataset-initializer",
@@ -117,7 +117,7 @@ def test_two_workloads_never_share_an_object_name() -> None:
     assert names[0] == "job-a"
 
 
-def test_a_pod_with_thousands_of_labels_still_belongs_to_its_run() -> None:
+def test_a_pod_with_thousands_of_labels_keeps_its_run() -> None:
     labels = {f"noise{i}": "x" for i in range(5000)}
     read = pod({**labels, "training.kubeflow.org/job-name": "llama"})
     assert len(read.labels) == LABELS_KEPT

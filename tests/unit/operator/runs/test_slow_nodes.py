@@ -13,7 +13,7 @@ def state(culprits: tuple[int, ...], kind: Kind = Kind.SLOW_RANK, severity: Seve
     return JobState("t/r", 6, Verdict(kind, "", severity, culprits=culprits), 0.0, 0.0, 6, None, None, None, windows)
 
 
-def test_a_node_is_slow_when_all_of_its_ranks_are_and_other_nodes_are_not() -> None:
+def test_only_nodes_with_all_ranks_slow_among_others_are_slow() -> None:
     assert slow_nodes(state((2, 3))) == {"b"}
     assert slow_nodes(state((2,))) == frozenset()
     assert slow_nodes(state((1, 2, 3))) == {"b"}

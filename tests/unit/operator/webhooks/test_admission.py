@@ -61,7 +61,7 @@ def test_a_pods_label_says_what_it_gets() -> None:
         assert patch(ask("/inject", review(pod(label)))) == []
 
 
-def test_a_label_that_means_nothing_is_told_and_the_pod_passes() -> None:
+def test_an_unknown_label_is_reported_and_the_pod_passes() -> None:
     response = ask("/inject", review(pod("yes")))
     assert patch(response) == []
     assert "'yes' is none of true, kineto, probe, false" in response["warnings"][0]
@@ -183,7 +183,7 @@ def test_a_policy_that_sets_nothing_passes_with_a_warning() -> None:
     assert "warnings" not in ask("/validate", review(ours(sensible), "profilingpolicies"))
 
 
-def test_reviews_are_counted_by_webhook_and_result_and_strangers_make_no_series() -> None:
+def test_reviews_are_counted_by_webhook_and_result() -> None:
     admission = Admission("image")
     for path, body in (
         ("/inject/probe", review(pod(None))),

@@ -57,7 +57,7 @@ def stamped(made: Admission, user: str, annotations: dict[str, str] | None, old:
     return held
 
 
-def test_the_operator_speaks_for_those_whose_token_it_has_seen_and_nobody_else_does() -> None:
+def test_only_the_operator_names_another_requester() -> None:
     claims = {BY: "ada", VIA: "api"}
     assert stamped(admission(), OPERATOR, claims) == claims
     assert stamped(admission(), "mallory", claims) == {BY: "mallory"}
@@ -66,7 +66,7 @@ def test_the_operator_speaks_for_those_whose_token_it_has_seen_and_nobody_else_d
     assert stamped(admission(), "mallory", None) == {BY: "mallory"}
 
 
-def test_while_the_operator_does_not_know_its_own_name_everybody_speaks_for_themselves() -> None:
+def test_an_operator_without_known_name_cannot_name_another_requester() -> None:
     assert stamped(admission(None), OPERATOR, {BY: "ada", TRIGGER: "policy"}) == {BY: OPERATOR, TRIGGER: "policy"}
 
 
@@ -77,7 +77,7 @@ def test_the_origin_stays_as_it_was_in_later_writes() -> None:
         assert stamped(admission(), user, {}, held) == held
 
 
-def test_what_was_not_stamped_is_refused_if_it_claims_an_origin() -> None:
+def test_an_unstamped_object_that_claims_an_origin_is_refused() -> None:
     response = json.loads(admission().answer("/validate", review("mallory", {VIA: "api"}))[1])["response"]
     assert not response["allowed"] and f"{VIA} is set by Rankscope" in response["status"]["message"]
 

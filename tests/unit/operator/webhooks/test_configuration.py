@@ -3,7 +3,7 @@ from __future__ import annotations
 from rankscope.operator.webhooks.configuration import Address, configurations
 
 
-def test_nothing_waits_for_us_but_who_asked_and_every_name_is_told_once() -> None:
+def test_only_stamps_and_statuses_fail_closed_and_names_are_unique() -> None:
     webhooks = [webhook for document in configurations(Address(url="https://x")) for webhook in document["webhooks"]]
     failing = {webhook["name"] for webhook in webhooks if webhook["failurePolicy"] == "Fail"}
     assert failing == {"stamp.captures.rankscope.dev", "status.rankscope.dev"}

@@ -69,7 +69,7 @@ def env(document: dict[str, Any], index: int = 0) -> dict[str, Any]:
     }
 
 
-def test_a_pod_without_any_list_gets_environment_volume_and_init_container() -> None:
+def test_a_bare_pod_gets_environment_volume_and_init_container() -> None:
     result = injected(pod())
     assert env(result) == {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1", "PYTHONPATH": FOLDER}
     (container,) = result["spec"]["containers"]
@@ -126,7 +126,7 @@ def test_a_path_that_env_from_may_bring_is_kept(sources: list[Any], expected: st
     assert env(injected(pod({"name": "pytorch", "envFrom": sources})))["PYTHONPATH"] == expected
 
 
-def test_true_leaves_the_path_alone_where_the_image_may_have_one_that_it_would_hide() -> None:
+def test_mode_true_hides_no_pythonpath_that_the_image_may_set() -> None:
     injection = inject(pod(), "true", IMAGE)
     result = patched(pod(), injection.patch)
     assert "PYTHONPATH" not in env(result)
@@ -157,7 +157,7 @@ def test_a_name_that_no_container_has_is_told() -> None:
     assert [operation["path"] for operation in injection.patch] == ["/metadata/annotations/rankscope.dev~1not-injected"]
 
 
-def test_init_containers_of_the_user_run_before_ours_and_are_not_touched() -> None:
+def test_init_containers_of_the_user_stay_unchanged_before_ours() -> None:
     first = {"name": "download", "image": "x"}
     result = injected(pod(initContainers=[first]))
     assert result["spec"]["initContainers"][0] == first
@@ -180,7 +180,7 @@ def test_a_best_effort_pod_stays_best_effort() -> None:
         assert "resources" not in init
 
 
-def test_our_init_container_passes_the_policies_that_the_users_own_passes() -> None:
+def test_our_init_container_passes_the_users_security_policies() -> None:
     chosen = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, "privileged": True}
     (init,) = injected(pod({"name": "pytorch", "securityContext": chosen}))["spec"]["initContainers"]
     assert init["securityContext"] == {
@@ -202,7 +202,7 @@ def test_our_init_container_passes_the_policies_that_the_users_own_passes() -> N
         pod({"name": "pytorch", "volumeMounts": [{"name": "data", "mountPath": f"{FOLDER}/"}]}),
     ],
 )
-def test_no_probe_where_something_of_the_users_is_in_its_place(document: dict[str, Any]) -> None:
+def test_no_probe_is_injected_where_the_user_has_something_else(document: dict[str, Any]) -> None:
     injection = inject(document, "probe", IMAGE)
     assert "something else" in injection.notes[0]
     result = patched(document, injection.patch)
@@ -281,9 +281,7 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=150)
 @given(pods(), st.sampled_from(["true", "kineto", "probe"]))
-def test_any_pod_can_be_patched_keeps_all_it_had_and_needs_nothing_the_second_time(
-    document: dict[str, Any], wish: Mode
-) -> None:
+def test_any_pod_is_patched_once_and_keeps_what_it_had(document: dict[str, Any], wish: Mode) -> None:
     once = injected(document, wish)
     assert inject(once, wish, IMAGE).patch == ()
     for old, new in zip(document["spec"]["containers"], once["spec"]["containers"], strict=True):
@@ -303,7 +301,7 @@ def test_any_pod_can_be_patched_keeps_all_it_had_and_needs_nothing_the_second_ti
         assert (once["spec"].get(kind) or [])[: len(held)] == held
 
 
-def test_what_is_injected_starts_the_probe_in_a_python_that_has_no_rankscope(tmp_path: Path) -> None:
+def test_injection_starts_the_probe_in_a_python_without_rankscope(tmp_path: Path) -> None:
     """As a kubelet would: the init container first, then the container with its variables, the volume in both."""
     (tmp_path / "theirs.py").write_text("name = 'training code'\n")
     result = injected(pod({"name": "pytorch", "env": [{"name": "PYTHONPATH", "value": str(tmp_path)}]}))

@@ -203,7 +203,7 @@ def test_arbitrary_bytes_are_refused_with_the_one_error(data: bytes) -> None:
 
 
 @given(data=st.data(), is_json=st.booleans())
-def test_a_damaged_dump_is_read_or_refused_with_the_one_error(data: st.DataObject, is_json: bool) -> None:
+def test_a_damaged_dump_is_read_or_raises_dump_error(data: st.DataObject, is_json: bool) -> None:
     whole = content(RECORDS, GROUPS)
     damaged = bytearray(as_json(whole) if is_json else as_pickle(whole))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -233,7 +233,7 @@ VALUES = st.recursive(
     config=VALUES,
     is_json=st.booleans(),
 )
-def test_any_plain_values_are_read_or_refused_with_the_one_error(entries: Any, config: Any, is_json: bool) -> None:
+def test_plain_values_are_read_or_raise_dump_error(entries: Any, config: Any, is_json: bool) -> None:
     valid = {"record_id": 0, **RECORDS[0]}
     mixed = [valid | one if isinstance(one, dict) else one for one in entries] if isinstance(entries, list) else entries
     whole = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": mixed}

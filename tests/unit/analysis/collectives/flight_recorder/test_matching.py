@@ -40,14 +40,14 @@ def test_the_rank_that_never_entered_is_named_with_its_line() -> None:
     )
 
 
-def test_a_rank_that_waits_in_another_group_is_said_to_be_there() -> None:
+def test_a_rank_waiting_in_another_group_is_located_there() -> None:
     elsewhere = [record(1), record(2), record(1, "nccl:barrier", group="7", state=WAITING, at=CHECKPOINT)]
     analysis = job(4, {3: elsewhere}, {"0": range(4), "7": [2, 3]})
     assert [stall.group.name for stall in analysis.stalls] == ["0", "7"]
     assert "rank 3 in barrier seq 1 of group 7" in report(analysis).headline
 
 
-def test_ranks_that_wait_for_each_other_are_told_from_a_rank_that_is_missing() -> None:
+def test_mutual_waiting_is_distinguished_from_a_missing_rank() -> None:
     first = [record(1, group="a", state=WAITING)]
     second = [record(1, group="b", state=WAITING)]
     analysis = job(2, {0: first, 1: second}, {"a": [0, 1], "b": [0, 1]})
@@ -195,7 +195,7 @@ def test_a_collective_that_all_ranks_are_in_is_in_flight() -> None:
     assert found.analysis.groups[0].status == "in_flight"
 
 
-def test_a_collective_that_others_have_finished_is_not_what_holds_a_rank() -> None:
+def test_a_collective_that_others_finished_does_not_hold_a_rank() -> None:
     """The end of seq 2 was not noticed on ranks 0 and 2 before their dumps; rank 2 is missing in seq 3."""
     lagging = [record(1), record(2, state=WAITING), record(3, state=WAITING)]
     analysis = job(3, {0: lagging, 2: lagging[:2]})
@@ -224,14 +224,14 @@ def test_groups_of_one_name_with_other_members_are_other_groups() -> None:
     assert [one.ranks for one in analysis.groups] == [(0, 1), (2, 3)] and not analysis.mismatches
 
 
-def test_members_of_the_default_group_are_all_ranks_where_the_dump_does_not_say() -> None:
+def test_an_undescribed_default_group_has_all_ranks_as_members() -> None:
     dumps = {rank: content([record(1, "gloo:all_reduce", state=WAITING)], {}) for rank in (0, 2)} | {1: content([], {})}
     (stall,) = analyze(dumps).stalls
     assert [absent.ranks for absent in stall.never_entered] == [(1,)]
     assert stall.never_entered[0].last_record is None
 
 
-def test_a_gloo_operation_that_ended_without_a_member_is_a_stall() -> None:
+def test_a_gloo_operation_ended_without_a_member_is_a_stall() -> None:
     ended = [record(number, "gloo:all_reduce", state=WAITING, retired=True) for number in (1, 2)]
     found = report(job(3, {0: ended, 1: ended[:1], 2: ended}))
     assert (found.outcome, found.culprits) == (Outcome.HANG, (1,))
@@ -247,7 +247,7 @@ def batch(sequence: int, count: int, state: str, *, size: int = 4) -> list[Recor
     return [*parts, record(sequence, "nccl:ALLGATHER_coalesced", sizes=[], state=state)]
 
 
-def test_a_batch_is_one_collective_with_the_state_of_its_end() -> None:
+def test_a_batch_is_one_collective_with_its_end_records_state() -> None:
     done = [*batch(1, 3, "completed"), record(2)]
     assert report(job(2, {0: done, 1: done})).outcome is Outcome.HEALTHY
     hung = job(2, {0: [*done, *batch(3, 2, WAITING)], 1: done})
@@ -267,7 +267,7 @@ def p2p(sequence: int, operation: str, state: str = "completed", **options: Any)
     return record(sequence, operation, is_p2p=True, state=state, **options)
 
 
-def test_a_receive_without_its_send_is_a_stall_of_two_ranks() -> None:
+def test_a_receive_without_its_send_stalls_two_ranks() -> None:
     """Each rank counts its own operations: the numbers of the two sides differ."""
     sender = [p2p(1, "nccl:recv 1<-0"), p2p(2, "nccl:send 1->2")]
     receiver = [p2p(1, "nccl:recv 2<-1"), p2p(2, "nccl:recv 2<-1", WAITING)]
@@ -324,7 +324,7 @@ def test_a_report_is_json() -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_only_the_ranks_that_stopped_are_named_whatever_the_rings_kept(data: st.DataObject) -> None:
+def test_only_stopped_ranks_are_named_whatever_the_rings_kept(data: st.DataObject) -> None:
     """A job of several groups; some ranks stop at some place, the others go on until they wait for them."""
     ranks = data.draw(st.integers(2, 5), "ranks")
     groups = {"0": list(range(ranks)), "1": list(range(ranks))[:2], "2": list(range(ranks))[1:]}

@@ -144,7 +144,7 @@ def test_the_attack_works_on_python_s_own_unpickler(tmp_path: Path) -> None:
         pytest.param(b"\x80\x02](]q\x00" + b"](h\x00h\x00eq\x00" * 200 + b"e.", id="lists that double"),
     ],
 )
-def test_a_bomb_of_plain_containers_costs_little_and_is_no_dump(data: bytes) -> None:
+def test_a_container_bomb_uses_little_memory_and_is_no_dump(data: bytes) -> None:
     tracemalloc.start()
     try:
         load_plain(data)

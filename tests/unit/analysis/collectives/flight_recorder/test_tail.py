@@ -34,7 +34,7 @@ def entries(tail: bytes) -> list[Record]:
     return found
 
 
-def test_the_tails_of_a_hung_job_name_the_rank_that_never_entered() -> None:
+def test_a_hung_jobs_tails_name_the_rank_that_never_entered() -> None:
     found = match_tails({rank: make_tail(dump) for rank, dump in hung_job().items()})
     assert (found.outcome, found.culprits) == (Outcome.HANG, (17,))
     assert found.findings == (
@@ -49,14 +49,14 @@ def test_every_layout_is_matched(layout: str) -> None:
     assert (found.outcome, found.culprits) == (Outcome.HANG, (2,))
 
 
-def test_a_tail_keeps_the_last_records_of_each_group_without_stacks() -> None:
+def test_a_tail_keeps_each_groups_last_records_without_stacks() -> None:
     records = [record(number) for number in range(500)] + [record(1, group="tp", description="tp")]
     kept = entries(make_tail(as_pickle(content(records, {"0": [0, 1], "tp": [0, 1]}))))
     assert [one["collective_seq_id"] for one in kept] == [*range(436, 500), 1]
     assert not any("frames" in one for one in kept)
 
 
-def test_a_rank_that_is_behind_in_a_group_is_named_although_both_rings_are_cut() -> None:
+def test_a_lagging_rank_is_named_although_both_rings_are_cut() -> None:
     busy = [record(number, group="tp") for number in range(400)]
     groups = {"0": range(3), "tp": range(3)}
     ahead = [record(1), record(2), *busy, record(3, state=WAITING)]
@@ -137,7 +137,7 @@ def test_a_list_that_contains_itself_takes_no_time() -> None:
     assert entries(make_tail(as_pickle(dump)))
 
 
-def test_a_tail_that_cannot_be_read_counts_as_a_rank_without_one() -> None:
+def test_an_unreadable_tail_counts_as_a_missing_one() -> None:
     tails = {rank: make_tail(dump) for rank, dump in hung_job(8, 3).items()}
     spoiled = [
         b"",
