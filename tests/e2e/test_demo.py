@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.playing import Played, play
+from tests.support.measuring import Measured
 
+# On an idle machine. A hang is told from a long step by the steps before it.
+VERDICT_SECONDS, HANG_SECONDS = 15.0, 60.0
 # So slow that it is found also where others use the CPU.
 VERY_SLOW = "slow-rank:rank=2,delay=300"
 # Every fault that blames one rank of a data-parallel job which goes on training. That it may be another rank is played
@@ -25,10 +28,12 @@ def test_a_very_slow_rank_is_named_with_its_slow_function() -> None:
     assert report["step_seconds"] > 0 and report["mfu_ratio"] > 0 and report["impact_ratio"] > 0, str(played)
 
 
-def test_a_hang_names_the_rank_that_never_entered_the_collective() -> None:
+def test_a_hang_names_the_rank_that_never_entered_the_collective(measured: Measured) -> None:
     played = play("hang")
-    assert (played.report["verdict"], played.report["culprits"]) == ("hang", [2]), str(played)
-    assert first_frame(played.report, played)[0] == "model.py", str(played)
+    report = played.report
+    assert (report["verdict"], report["culprits"]) == ("hang", [2]), str(played)
+    assert first_frame(report, played)[0] == "model.py", str(played)
+    measured("demo, hang: verdict after the fault", report["seconds_to_verdict"], "s", at_most=HANG_SECONDS)
 
 
 @pytest.mark.parametrize("fault", [VERY_SLOW, "hang"])
@@ -48,14 +53,12 @@ def found(fault: str, *flags: str) -> dict[str, Any]:
     return report
 
 
-def found_fault(fault: str, verdict: str, culprits: list[int]) -> dict[str, Any]:
+def found_fault(fault: str, verdict: str, culprits: list[int], measured: Measured) -> dict[str, Any]:
     report = found(fault)
     assert (report["verdict"], report["culprits"]) == (verdict, culprits), str(play(fault))
     assert report["severity"] == "alarm", str(play(fault))
     assert report["confidence"] == "high", str(play(fault))
-    # The contract is 15 s on an idle machine; how busy this one is, a test cannot know, so it is shown, not asserted.
-    assert report["seconds_to_verdict"] > 0, str(play(fault))
-    print(f"{fault}: {report['seconds_to_verdict']:.1f} s to the verdict")
+    measured(f"demo, {fault}: verdict after the fault", report["seconds_to_verdict"], "s", at_most=VERDICT_SECONDS)
     return report
 
 
@@ -79,8 +82,8 @@ def test_a_healthy_job_raises_nothing() -> None:
 
 
 @pytest.mark.acceptance
-def test_a_slow_rank_is_named_with_its_phase_and_file() -> None:
-    report = found_fault("slow-rank", "slow_rank", [2])
+def test_a_slow_rank_is_named_with_its_phase_and_file(measured: Measured) -> None:
+    report = found_fault("slow-rank", "slow_rank", [2], measured)
     played = play("slow-rank")
     assert report["cause"]["phase"] == "forward", str(played)
     assert first_frame(report, played)[0] == "model.py", str(played)
@@ -89,34 +92,28 @@ def test_a_slow_rank_is_named_with_its_phase_and_file() -> None:
 
 
 @pytest.mark.acceptance
-def test_a_slow_dataset_is_named_as_input() -> None:
-    report = found_fault("slow-input", "slow_rank", [2])
+def test_a_slow_dataset_is_named_as_input(measured: Measured) -> None:
+    report = found_fault("slow-input", "slow_rank", [2], measured)
     assert report["cause"]["phase"] == "input", str(play("slow-input"))
     assert first_frame(report, play("slow-input"))[0] == "dataset.py", str(play("slow-input"))
 
 
 @pytest.mark.acceptance
-def test_a_starved_rank_is_named_as_starved() -> None:
-    report = found_fault("starved", "slow_rank", [2])
+def test_a_starved_rank_is_named_as_starved(measured: Measured) -> None:
+    report = found_fault("starved", "slow_rank", [2], measured)
     assert report["cause"]["phase"] == "starved", str(play("starved"))
 
 
 @pytest.mark.acceptance
-def test_a_slow_network_blames_no_rank() -> None:
-    report = found_fault("slow-network", "slow_communication", [])
+def test_a_slow_network_blames_no_rank(measured: Measured) -> None:
+    report = found_fault("slow-network", "slow_communication", [], measured)
     assert report["impact_ratio"] > 0, str(play("slow-network"))
 
 
 @pytest.mark.acceptance
-def test_a_heavy_stage_is_reported_as_one_slow_stage() -> None:
-    report = found_fault("stage-imbalance", "slow_stage", [2, 3])
+def test_a_heavy_stage_is_reported_as_one_slow_stage(measured: Measured) -> None:
+    report = found_fault("stage-imbalance", "slow_stage", [2, 3], measured)
     assert report["stage"] == 1, str(play("stage-imbalance"))
-
-
-@pytest.mark.acceptance
-def test_a_hang_names_the_absent_rank_and_its_location() -> None:
-    report = found_fault("hang", "hang", [2])
-    assert first_frame(report, play("hang"))[0] == "model.py", str(play("hang"))
 
 
 @pytest.mark.acceptance
