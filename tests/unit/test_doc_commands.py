@@ -17,6 +17,7 @@ from tests.doc_commands import PAGES, ROOT, Block, blocks
 
 CHART = ROOT / "deploy" / "helm" / "rankscope"
 BLOCKS = blocks()
+OF_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 TARGETS = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
 # Programs of others. Add one here if a document is right to use it.
 FOREIGN = {
@@ -77,10 +78,18 @@ def chart_values() -> set[str]:
     return paths(yaml.safe_load((CHART / "values.yaml").read_text()))
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_marked_block_names_its_test_or_a_reason(block: Block) -> None:
-    if not block.mark:
-        return  # tests/integration/test_doc_commands.py
+def blocks_of(page: Path) -> list[Block]:
+    return [block for block in BLOCKS if block.page == page]
+
+
+@OF_PAGE
+def test_a_marked_block_names_its_test_or_a_reason(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.mark:  # the others: tests/integration/test_doc_commands.py
+            check_mark(block)
+
+
+def check_mark(block: Block) -> None:
     kind, _, about = block.mark.partition(": ")
     assert kind in ("illustration", "executed") and about, (
         f"{block}: write `<!-- illustration: REASON -->` or `<!-- executed: tests/FILE.py -->` before it"
@@ -93,17 +102,18 @@ def test_a_marked_block_names_its_test_or_a_reason(block: Block) -> None:
                 assert words[0] in test.read_text(), f"{block}: {about} does not execute {program} {words[0]}"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_rankscopes_commands_parse(block: Block) -> None:
-    for words in block.commands():
-        if Path(words[0]).name == "rankscope":
-            try:
-                parse(words[1:])
-            except ValueError as error:
-                pytest.fail(f"{block}: {' '.join(words)}: {error}; correct the page, or the command")
+@OF_PAGE
+def test_rankscopes_commands_parse(page: Path) -> None:
+    for block in blocks_of(page):
+        for words in block.commands():
+            if Path(words[0]).name == "rankscope":
+                try:
+                    parse(words[1:])
+                except ValueError as error:
+                    pytest.fail(f"{block}: {' '.join(words)}: {error}; correct the page, or the command")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@OF_PAGE
 def test_commands_in_sentences_have_only_options_that_exist(page: Path) -> None:
     """They may leave out arguments: `rankscope capture --json`."""
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -115,30 +125,34 @@ def test_commands_in_sentences_have_only_options_that_exist(page: Path) -> None:
             assert is_short, f"{page.name}: `rankscope {text}`: {error}; correct the page, or the command"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_what_a_command_names_exists(block: Block) -> None:
-    for program, *words in block.commands():
-        where = f"{block}: {' '.join((program, *words))}"
-        if "/" not in program and program != "rankscope":
-            assert program in FOREIGN, f"{where}: unknown program; correct it, or add it to FOREIGN"
-        if program == "make":
-            unknown = {word for word in words if "=" not in word} - TARGETS
-            assert not unknown, f"{where}: the Makefile has no {unknown}"
-        for text in (program, *words):
-            path = text.rpartition("=")[2]
-            if path.split("/")[0] in TOP and "/" in path and "*" not in path:
-                assert (ROOT / path).exists(), f"{where}: there is no {path}"
-            for port, below in re.findall(r"^(?:https?://)?[\w.\[\]:-]*?:(\d{4,5})(/[\w/-]*)?$", text):
-                assert port in PORTS, f"{where}: nothing listens on {port}; correct it, or add it to PORTS"
-                assert below in PATHS, f"{where}: nothing serves {below}"
-        if program == "helm":
-            settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
-            unknown = {one.partition("=")[0] for text in settings for one in text.split(",")} - chart_values()
-            assert not unknown, f"{where}: the chart has no value {unknown}"
-        if program == "kubectl":
-            named = set(re.findall(r"\b(rankscope-[a-z-]+)", " ".join(words)))
-            unknown = named - _names_in_the_chart()
-            assert not unknown, f"{where}: the chart makes no {unknown}"
+@OF_PAGE
+def test_what_a_command_names_exists(page: Path) -> None:
+    for block in blocks_of(page):
+        for words in block.commands():
+            check_names(f"{block}: {' '.join(words)}", *words)
+
+
+def check_names(where: str, program: str, *words: str) -> None:
+    if "/" not in program and program != "rankscope":
+        assert program in FOREIGN, f"{where}: unknown program; correct it, or add it to FOREIGN"
+    if program == "make":
+        unknown = {word for word in words if "=" not in word} - TARGETS
+        assert not unknown, f"{where}: the Makefile has no {unknown}"
+    for text in (program, *words):
+        path = text.rpartition("=")[2]
+        if path.split("/")[0] in TOP and "/" in path and "*" not in path:
+            assert (ROOT / path).exists(), f"{where}: there is no {path}"
+        for port, below in re.findall(r"^(?:https?://)?[\w.\[\]:-]*?:(\d{4,5})(/[\w/-]*)?$", text):
+            assert port in PORTS, f"{where}: nothing listens on {port}; correct it, or add it to PORTS"
+            assert below in PATHS, f"{where}: nothing serves {below}"
+    if program == "helm":
+        settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+        unknown = {one.partition("=")[0] for text in settings for one in text.split(",")} - chart_values()
+        assert not unknown, f"{where}: the chart has no value {unknown}"
+    if program == "kubectl":
+        named = set(re.findall(r"\b(rankscope-[a-z-]+)", " ".join(words)))
+        unknown = named - _names_in_the_chart()
+        assert not unknown, f"{where}: the chart makes no {unknown}"
 
 
 def _names_in_the_chart() -> set[str]:
