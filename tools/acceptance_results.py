@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -41,19 +39,14 @@ def load() -> dict[str, SuiteResults]:
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
-def keep(
-    suite: str, seconds: float, tests: dict[str, int], failed: Sequence[str], measured: Sequence[Measurement]
-) -> None:
+def commit() -> str:
+    """With a mark if files were changed since."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def keep(suite: str, results: SuiteResults) -> None:
     """What other suites measured earlier stays in the file."""
-    said = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    results = SuiteResults(
-        commit=said.stdout.strip(),
-        date=time.strftime("%Y-%m-%d"),
-        seconds=int(seconds),
-        tests=tests,
-        failed=sorted(failed),
-        measured=list(measured),
-    )
     FILE.write_text(json.dumps({**load(), suite: results}, indent=1) + "\n")
 
 

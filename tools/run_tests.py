@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import acceptance_results, sandbox
-from tools.acceptance_results import Measurement
+from tools.acceptance_results import Measurement, SuiteResults
 from tools.awake_cores import awake_cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,12 +217,18 @@ def print_table(results: Iterable[Result], seconds: float) -> None:
         print(f"{name:<24} {worded(counts):<38} {outcome:<7} {int(took) // 60:3}:{int(took) % 60:02}")
 
 
-def keep_measured(results: Iterable[Result]) -> None:
+def keep_measured(results: Iterable[Result], commit: str) -> None:
     print(f"\n{'measured':<72} {'value':>10} {'target':<16}")
     for result in results:
-        acceptance_results.keep(
-            result.suite.name, result.seconds, result.counts, sorted(result.failed), result.measured
-        )
+        kept: SuiteResults = {
+            "commit": commit,
+            "date": time.strftime("%Y-%m-%d"),
+            "seconds": int(result.seconds),
+            "tests": result.counts,
+            "failed": sorted(result.failed),
+            "measured": list(result.measured),
+        }
+        acceptance_results.keep(result.suite.name, kept)
         for row in result.measured:
             missed = "" if row["is_met"] else "  MISSED"
             print(f"{row['name']:<72.72} {row['value']:>10.4g} {row['target']:<16} {row['unit']}{missed}")
@@ -268,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not is_test:
         os.environ["RANKSCOPE_ACCEPTANCE"] = "1"
     print_machine()
-    began, groups = time.monotonic(), control_groups()
+    began, groups, commit = time.monotonic(), control_groups(), acceptance_results.commit()
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir()
     with awake_cores():
@@ -279,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.run_failed_again()
     print_table(run.results.values(), time.monotonic() - began)
     if not is_test:
-        keep_measured(run.results.values())
+        keep_measured(run.results.values(), commit)
     for group in sorted(control_groups() - groups):
         print(f"left behind: control group {group}")
     for name, is_passed in run.run_again.items():

@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from rankscope.analysis.profiles.comparison import FrameExcess, sentence
+from rankscope.analysis.profiles.comparison import MAIN_RATIO, FrameExcess, sentence
 from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.gpu_throttling import PHASES_OFF_THE_GPU, compare_clocks, compare_errors, name_throttle
@@ -58,15 +58,25 @@ class _Culprit:
         """NaN where it was not measured."""
         return float(seconds[self.row]) - median_or_nan(seconds[self.peers])
 
+    @property
+    def step_seconds(self) -> float:
+        return float(self.columns.step_seconds[self.row])
+
     def frames(self, waiting: Collection[str] = WAITING_PHASES) -> list[FrameExcess]:
         if self.stacks is None or not self.peers_stacks:
             return []
         return frames_in_excess(self.stacks, self.peers_stacks, waiting=waiting)
 
+    def explaining(self, waiting: Collection[str]) -> list[FrameExcess]:
+        """Lines that hold enough of the measured excess. Stacks may be from before the rank became slow: a recording
+        takes seconds, and longer on a busy machine."""
+        needed_seconds = MAIN_RATIO * self.excess_seconds
+        return [one for one in self.frames(waiting) if not one.excess * self.step_seconds < needed_seconds]
+
     def explained(self, cause: Cause, waiting: Collection[str] = WAITING_PHASES) -> Cause:
         """The cause with the first lines of its phase. Where there are samples enough to prove one, its evidence has
         the share of the rank's time in that line and its peers' share."""
-        recent = _of_phase(self.frames(waiting), cause.phase)
+        recent = _of_phase(self.explaining(waiting), cause.phase)
         proven = self.history.proven(self.rank, self.others, {one.frame for one in recent})
         if not proven:
             return replace(cause, frames=self.shown(recent))
@@ -211,7 +221,7 @@ def _of_phase(found: Sequence[FrameExcess], phase: str) -> Sequence[FrameExcess]
 def _seen_in_stacks(culprit: _Culprit, waiting: Collection[str], needed_seconds: float) -> tuple[str, float]:
     """The phase that holds the excess by the rank's stacks, and the seconds of a step in it. The line comes before the
     phase: a rank that is blocked, because its device's queue is full, is seen in any phase."""
-    step_seconds = float(culprit.columns.step_seconds[culprit.row])
+    step_seconds = culprit.step_seconds
     found = culprit.frames(waiting)
     if found and found[0].excess * step_seconds >= needed_seconds:
         phase, share = step_phase(found[0].phase), found[0].excess

@@ -362,6 +362,20 @@ class TestDelayInsideBackward:
         assert (verdict.cause.phase, verdict.cause.frames[0].line) == ("backward", 88)
 
 
+def test_a_line_is_named_only_where_it_explains_the_excess() -> None:
+    """Stacks may be from before the rank became slow: then some line is seen a little more by chance."""
+    job = HEALTHY.but(slow_ranks={1: 4.0}, excess_phase="forward")
+    usual, before, since = _profile(0.2, 0.0, 0.7), _profile(0.3, 0.0, 0.6), _profile(0.2, 0.6, 0.1)
+    fleet, random = FleetDetector(), np.random.default_rng(0)
+    lines = []
+    for number in range(12):
+        slow = before if number < 6 else since
+        evidence = {rank: RankEvidence(stacks=slow if rank == 1 else usual) for rank in range(4)}
+        cause = fleet.evaluate({"job": job.window(random, number, evidence)})["job"].cause
+        lines.append((cause.phase, cause.frames[0].line if cause.frames else None))
+    assert lines[5] == ("forward", None) and lines[-1] == ("forward", 88)
+
+
 class TestStacksAlone:
     def judge(self, profiles: dict[int, StackProfile], windows: int = 12) -> list[Judged]:
         fleet, random = FleetDetector(), np.random.default_rng(0)
