@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tools.awake_cores import awake_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS_SECONDS = 30.0
+OUTPUT_BYTES = 1 << 18  # read for progress; letters come first
 REPORTS = ROOT / ".test-reports"  # of pytest, for each suite
 # More failures than this have one cause, such as a server that did not start, and share processes again.
 FEW_FAILED = 10
@@ -113,7 +115,7 @@ class Run:
         self.run_again: dict[str, bool] = {}  # by test, or suite that did not start: whether it passed then
         self._folder = folder
         self._options = options
-        self._running: dict[int, tuple[str, float]] = {}  # by thread: name and begin
+        self._running: dict[int, tuple[str, float, int]] = {}  # by thread: name, begin, descriptor of its output
         self._lock = threading.Lock()
 
     def run_row(self, lanes: Sequence[Lane]) -> None:
@@ -145,10 +147,10 @@ class Run:
     def _run(self, suite: Suite, *more: str) -> Result:
         report, cache = self._folder / f"{suite.name}{'-again' * bool(more)}.xml", self._folder / f"{suite.name}.cache"
         began = time.monotonic()
-        with self._lock:
-            self._running[threading.get_ident()] = suite.name, began
-            print(f"==> {suite.name}", flush=True)
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            with self._lock:
+                self._running[threading.get_ident()] = suite.name, began, output.fileno()
+                print(f"==> {suite.name}", flush=True)
             needs = ([f"tools/setup_{name}.sh"] for name in suite.needs)
             is_set_up = all(self._call(command, output.fileno()) == 0 for command in needs)
             if suite.command:
@@ -171,9 +173,20 @@ class Run:
 
     def _print_progress(self) -> None:
         with self._lock:
-            running = [f"{name}: {time.monotonic() - began:.0f} s" for name, began in self._running.values()]
+            running = [
+                f"{name}: {time.monotonic() - began:.0f} s{outcomes(output)}"
+                for name, began, output in self._running.values()
+            ]
             if running:
                 print(f"    {', '.join(running)}", flush=True)
+
+
+def outcomes(output: int) -> str:
+    """What pytest has printed so far, a letter for each test, in words."""
+    text = os.pread(output, OUTPUT_BYTES, 0).decode(errors="replace")
+    letters = "".join(re.findall(r"^([.FEsxX]+)(?: +\[ *\d+%\])?$", text, re.MULTILINE))
+    failed = letters.count("F") + letters.count("E")
+    return f", {len(letters)} tests{f', {failed} FAILED' if failed else ''}" if letters else ""
 
 
 def counts_of(report: Path) -> dict[str, int]:

@@ -79,3 +79,12 @@ def test_a_report_that_was_not_finished_counts_nothing(tmp_path: Path) -> None:
     for text in ("", '<?xml version="1.0"?><testsuites><testsuite tests="3"'):
         report.write_text(text)
         assert run_tests.counts_of(report) == {}
+
+
+def test_progress_counts_the_tests_that_pytest_has_printed(tmp_path: Path) -> None:
+    printed = tmp_path / "output"
+    with printed.open("w+") as output:
+        assert run_tests.outcomes(output.fileno()) == ""
+        output.write("bringing up nodes...\n" + "." * 72 + " [  4%]\n..Fs.")
+        output.flush()
+        assert run_tests.outcomes(output.fileno()) == ", 77 tests, 1 FAILED"
