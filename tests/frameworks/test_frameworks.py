@@ -32,7 +32,7 @@ from tests.support.measuring import Measured
 FRAMEWORKS_PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
 STEP_TOLERANCE = 0.03
 IMPACT_TOLERANCE = 0.10
-ALARM_SECONDS = 60.0
+ALARM_SECONDS = 15.0
 
 
 @functools.cache
