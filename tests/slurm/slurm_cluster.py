@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +26,8 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = ROOT / ".slurm"
 CPUS_PER_NODE = 4
+SIOCSIFADDR = 0x8916
+DOCUMENTATION_ADDRESS = "192.0.2.1"
 # The first process of a node; everything on it ends with it.
 FIRST_PROCESS = 'hostname "$1" && mount --bind "$2" /etc/hosts && exec sleep infinity'
 CONFIGURATION = """\
@@ -110,10 +116,10 @@ class SlurmCluster:
                 nodes="\n".join(nodes),
             )
         )
-        socket = self.folder / "munge.sock"
+        munge = self.folder / "munge.sock"
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "seed")]
-        self._run("munged", "munged", "--foreground", f"--socket={socket}", *files)
-        wait_until(lambda: self._all_run() and socket.exists(), self.describe)
+        self._run("munged", "munged", "--foreground", f"--socket={munge}", *files)
+        wait_until(lambda: self._all_run() and munge.exists(), self.describe)
         self._run("slurmctld", "slurmctld", "-D")
         for node in self.nodes:
             self._run(f"slurmd-{node.name}", *node.inside("slurmd", "-D", "-N", node.name))
@@ -165,6 +171,7 @@ def slurm_cluster(*names: str, settings: str = "") -> Iterator[SlurmCluster]:
     set_up = subprocess.run([str(ROOT / "tools" / "setup_slurm.sh")], capture_output=True, text=True)
     if set_up.returncode:
         pytest.fail(set_up.stderr)
+    give_address()
     # Outside of pytest's folder, which only root may enter: munged wants a socket that everyone can reach.
     folder = Path(tempfile.mkdtemp(prefix="rankscope-slurm-"))
     folder.chmod(0o755)
@@ -184,3 +191,13 @@ def slurm_cluster(*names: str, settings: str = "") -> Iterator[SlurmCluster]:
     finally:
         cluster.stop()
         shutil.rmtree(folder)
+
+
+def give_address() -> None:
+    """Slurm asks for addresses of the kinds that the machine has beyond 127.0.0.1. A network namespace has none."""
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(None, 80, socket.AF_INET, flags=socket.AI_ADDRCONFIG | socket.AI_PASSIVE)
+        return
+    family_and_address = struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(DOCUMENTATION_ADDRESS))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFADDR, struct.pack("16s16s8x", b"lo:slurm", family_and_address))

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rankscope.daemon.loop import Daemon
+from rankscope.daemon.server import grpc_server
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError, SocketLock
 from rankscope.daemon.windows.broadcast import QUEUED_TICKS, Publisher, Tick
@@ -57,6 +59,20 @@ def test_ranks_are_listed_with_their_latest_window_and_by_job(served: Daemon, ch
     assert [(rank.identity.rank, rank.latest.sequence) for rank in answer.ranks] == [(0, 2), (1, 2)]
     (only,) = stub.ListRanks(rank_service_pb2.ListRanksRequest(job="other")).ranks
     assert only.identity.rank == 1
+
+
+def test_a_call_without_a_request_is_ended(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "REQUEST_SECONDS", 0.3)
+    is_over = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        is_over.wait(180)
+        yield b""
+
+    with pytest.raises(grpc.RpcError) as ended:
+        channel.stream_unary("/rankscope.v1.RankService/ListRanks")(never(), timeout=180)
+    is_over.set()
+    assert ended.value.code() is grpc.StatusCode.CANCELLED
 
 
 def test_a_watcher_begins_with_the_latest_windows_and_sees_departures(served: Daemon, channel: grpc.Channel) -> None:
