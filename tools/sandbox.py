@@ -26,6 +26,7 @@ from pathlib import Path
 
 ENDING_SECONDS = 3.0  # processes that were signalled by a test which did not wait for them
 _PREFIX = "rs-"  # of temporary folders: short, for the paths of sockets in them
+_MARK = ".rankscope-sandbox"  # in the folder: nothing else is removed, whatever its name
 _PLACE = "RANKSCOPE_SANDBOX"  # in the environment of the first process inside
 _ENTER = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
 _ENTER += ("--mount-proc",)
@@ -46,7 +47,7 @@ def run(command: Sequence[str], output: int | None = None) -> int:
     if not is_possible():
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT if output else None).returncode
     _remove_folders_of_killed_runs()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder, _locked(folder):
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder, _marked(Path(folder)):
         Path(folder).chmod(0o1777)  # as /tmp: tests have processes of other users
         environment = {**os.environ, "TMPDIR": folder, _PLACE: folder}
         return subprocess.run(
@@ -58,9 +59,10 @@ def run(command: Sequence[str], output: int | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _locked(folder: str | Path) -> Iterator[None]:
-    """For as long as this process lives, in whatever pid namespace. Raises BlockingIOError if another has the lock."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _marked(folder: Path, flags: int = os.O_CREAT | os.O_EXCL) -> Iterator[None]:
+    """Locks the mark of the folder for as long as this process lives, in whatever pid namespace. Raises OSError if
+    another process has the lock, or, without `flags`, if there is no mark."""
+    opened = os.open(folder / _MARK, os.O_RDONLY | os.O_NOFOLLOW | flags, 0o600)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -70,11 +72,11 @@ def _locked(folder: str | Path) -> Iterator[None]:
 
 def _remove_folders_of_killed_runs() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another run has it, or removed it
-            known = folder.lstat()
-            is_old = time.time() - known.st_mtime > ENDING_SECONDS  # not between its creation and its lock
-            if is_old and known.st_uid == os.geteuid():
-                with _locked(folder):
+        with contextlib.suppress(OSError):  # not of a sandbox, or of one that runs
+            mark = (folder / _MARK).lstat()
+            is_old = time.time() - mark.st_mtime > ENDING_SECONDS  # not between its creation and its lock
+            if is_old and mark.st_uid == os.geteuid():
+                with _marked(folder, flags=0):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -97,7 +99,9 @@ def _run_inside(command: Sequence[str], folder: Path) -> int:
     left = {
         "processes": [_words(path) for path in _processes()],
         "mounts": sorted(_mounts() - mounts),
-        "temporary files": sorted(path.name for path in folder.iterdir() if not path.name.startswith("pytest-of-")),
+        "temporary files": sorted(
+            path.name for path in folder.iterdir() if not path.name.startswith(("pytest-of-", _MARK))
+        ),
     }
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{used.ru_utime + used.ru_stime:.0f} s of CPU time", flush=True)

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.playing import Played, play
 from tests.support.measuring import Measured
 
-# On an idle machine. A hang is told from a long step by the steps before it.
+# Targets on an idle machine. A hang is detected later than a slow rank, because it may be a long step.
 VERDICT_SECONDS, HANG_SECONDS = 15.0, 60.0
 # So slow that it is found also where others use the CPU.
 VERY_SLOW = "slow-rank:rank=2,delay=300"

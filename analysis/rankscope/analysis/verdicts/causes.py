@@ -69,7 +69,7 @@ class _Culprit:
 
     def explaining(self, waiting: Collection[str]) -> list[FrameExcess]:
         """Lines that hold enough of the measured excess. Stacks may be from before the rank became slow: a recording
-        takes seconds, and longer on a busy machine."""
+        takes seconds, and longer on a busy machine. Where the step time is not known, all lines are taken."""
         needed_seconds = MAIN_RATIO * self.excess_seconds
         return [one for one in self.frames(waiting) if not one.excess * self.step_seconds < needed_seconds]
 
