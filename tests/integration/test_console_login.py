@@ -136,9 +136,15 @@ def test_a_token_is_kept_in_the_tab_until_it_ends(page: Page, console: Served) -
 LATE_REFUSALS = """
 const json = Response.prototype.json;
 const released = new Promise((release) => { window.release = release; });
+let hold;
+const held = new Promise((done) => { hold = done; });
 Response.prototype.json = async function () {
   const said = await json.call(this);
-  if (this.status === 401 && this.url.includes('/capture?')) { window.isHeld = true; await released; }
+  if (this.status !== 401) return said;
+  if (!this.url.includes('/capture?')) { await held; return said; }  // or the page would not ask for the capture
+  window.isHeld = true;
+  hold();
+  await released;
   return said;
 };
 """
