@@ -130,7 +130,8 @@ def test_without_the_probe_captures_alone_find_only_the_slow_rank(
         assert "slow" not in said_of(TWIN, up), told()
         _records_tell_the_same(up, folder)
         watched.close()
-        assert slow.stop() == 0 and twin.stop() == 0
+        for job in (slow, twin):
+            assert job.stop() == 0, job.log
 
 
 def _records_tell_the_same(up: Serving, folder: Path) -> None:

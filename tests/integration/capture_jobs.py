@@ -40,6 +40,10 @@ class CaptureJob:
     folder: Path
     name: str
 
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-5000:]
+
     def stop(self) -> int:
         """Ask the job to end, and tell how it did."""
         (self.folder / "STOP").touch()
