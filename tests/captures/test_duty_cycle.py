@@ -70,6 +70,10 @@ class Watched:
     def captured(self, run: str) -> dict[int, list[window_pb2.RankWindow]]:
         return {rank: [w for w in windows if is_captured(w)] for rank, windows in self.of(run).items()}
 
+    def counts(self, run: str) -> int:
+        """Recordings that all ranks have ended."""
+        return min(map(len, self.captured(run).values()), default=0)
+
 
 def is_captured(window: window_pb2.RankWindow) -> bool:
     return window.sources.get("communication_seconds") == window_pb2.SOURCE_CAPTURE
@@ -129,9 +133,12 @@ def test_without_the_probe_captures_alone_find_only_the_slow_rank(
         assert own[2] > 0.06, (own, told())  # it sleeps so long in every step
         assert "slow" not in said_of(TWIN, up), told()
         _records_tell_the_same(up, folder)
-        watched.close()
-        for job in (slow, twin):
+        for run, job in ((SLOW, slow), (TWIN, twin)):
+            # Right after a recording: libkineto may abort a process that ends during one.
+            before = watched.counts(run)
+            wait_until(lambda run=run, before=before: watched.counts(run) > before, told, PATIENCE_SECONDS)
             assert job.stop() == 0, job.log
+        watched.close()
 
 
 def _records_tell_the_same(up: Serving, folder: Path) -> None:
