@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo check test acceptance lint proto console docs rules dashboards chart bench fuzz dist images lock audit clean
+.PHONY: help setup prometheus demo check test acceptance lint proto console plugin docs rules dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ proto: setup  ## regenerate the Python code of proto/
 console: setup  ## regenerate the types of console/ from the API, and build its pages into the package
 	@$(BIN)/python -m tools.generate_console_types
 	@tools/build_console.sh
+
+plugin: setup  ## build the NCCL plugin into the package, for x86_64 and aarch64
+	@$(BIN)/python -m tools.nccl_plugin
 
 docs: setup  ## regenerate docs/metrics.md from the exporters, and the tables of docs/acceptance.json
 	@$(BIN)/python -m tools.generate_metrics_page

@@ -55,7 +55,7 @@ IN_TEST = ("-m", "not acceptance")
 IN_ACCEPTANCE = ("-m", "acceptance or measured")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 IN_BROWSER = ("chromium", "console")
-SET_UPS = ("kube", "helm", "chromium", "console", "pprof", "images")
+SET_UPS = ("kube", "helm", "chromium", "console", "pprof", "images", "zig")
 TEST_ROWS: Sequence[Sequence[Lane]] = (
     (
         (
@@ -71,7 +71,7 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
             Suite("jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),
         ),
         (
-            Suite("chart", ("tests/ship",), ("helm", "kube")),
+            Suite("chart", ("tests/ship",), ("helm", "kube", "zig")),
             Suite("images", ("tests/images",), ("images",)),
             Suite("security", ("tests/security",)),
         ),

@@ -92,6 +92,7 @@ class DeviceSteps:
         self._recent: Deque[float] = deque(maxlen=RECENT_STEPS)
         self.on_ddp: Optional[Callable[[Figures, float], None]] = None
         self.on_sample: Callable[[], None] = lambda: None  # the groups' times have changed
+        self.on_step: Callable[[int, float], None] = lambda step, seconds: None  # its number; one that was timed alone
 
     def border(
         self, ledger: List[int], figures: Figures, flags: int, is_typical: bool, ddp_step: Optional[int] = None
@@ -144,6 +145,8 @@ class DeviceSteps:
                 self.on_sample()
             self._spans.rate.observe(span_seconds / max(steps, 1), marks)
         self._add_ddp(border)
+        if steps == 1:
+            self.on_step(border.ledger[STEPS], span_seconds)
         self._spans_by_step[border.ledger[STEPS]] = span_seconds if is_typical and steps == 1 else NAN
         while len(self._spans_by_step) > STEPS_REMEMBERED:
             del self._spans_by_step[next(iter(self._spans_by_step))]

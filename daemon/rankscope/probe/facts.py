@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from typing import Any, Callable, Dict, Optional, Tuple
 
 from . import _declared, declaration
 from .failure import complain
+from .nccl_plugin import NcclPlugin
 
 
 class Facts:
@@ -19,6 +21,7 @@ class Facts:
         self._mesh: Tuple[int, Dict[str, int]] = (0, {})
         self._meshes: list[Any] = []
         self.counted_flops: Optional[float] = None
+        self.nccl = NcclPlugin()
 
     def watch_meshes(self, module: Any) -> None:
         mesh_class = module.DeviceMesh
@@ -47,6 +50,9 @@ class Facts:
             )
         if torch.cuda.is_initialized():
             facts["device_name"] = torch.cuda.get_device_name()
+        facts["nccl_descriptor"], facts["nccl_reason"] = self.nccl.descriptor, self.nccl.reason or None
+        cost_ratio = self.nccl.turns.cost_ratio
+        facts["nccl_cost_ratio"] = None if math.isnan(cost_ratio) else cost_ratio
         return {name: value for name, value in facts.items() if value is not None}
 
     def _rank(self) -> Tuple[Optional[int], Optional[int]]:

@@ -21,10 +21,11 @@ def inject_folder() -> str:
 def copy_to(target: str) -> None:
     """Each file appears under its name only when complete: a program may be starting from the folder right now."""
     package = os.path.join(target, "rankscope", "probe")
-    os.makedirs(package, exist_ok=True)
-    for name in sorted(os.listdir(_HERE)):
-        if name.endswith(".py"):
-            _copy(os.path.join(_HERE, name), os.path.join(package, name))
+    for folder, ending in (("", ".py"), ("nccl", ".so")):
+        os.makedirs(os.path.join(package, folder), exist_ok=True)
+        for name in sorted(os.listdir(os.path.join(_HERE, folder))):
+            if name.endswith(ending):
+                _copy(os.path.join(_HERE, folder, name), os.path.join(package, folder, name))
     _copy(os.path.join(inject_folder(), "sitecustomize.py"), os.path.join(target, "sitecustomize.py"))
 
 

@@ -106,6 +106,7 @@ GROUP_OVERLAPPED = 2  # on another stream: other work may have gone on
 GROUP_POINT_TO_POINT = 3  # exposed; members have different roles and are not comparable
 GROUP_DDP = 4  # exposed, by DistributedDataParallel's own timers
 GROUP_RECORDER = 5  # overlapped, by the durations of NCCL's flight recorder
+GROUP_NCCL = 6  # overlapped, by NCCL's own times (nccl_layout.py): of every step; not in the ring
 
 # sequence, end_monotonic_ns, span_ns; seconds: input, blocking communication, optimizer, checkpoint; seconds of the
 # record before: ddp forward, backward, communication, overlap; seconds: host, run-ahead, exposed communication; flags,
@@ -117,6 +118,7 @@ FLAG_DDP = 1  # DDP instances are watched: the wait of a step without DDP figure
 FLAG_DEVICE = 2  # timed on the device
 FLAG_EXPLICIT = 4  # marked by rankscope.probe.step()
 FLAG_BLIND = 8  # most collectives are issued where the probe cannot time them: no figure is not zero
+FLAG_NCCL = 16  # the NCCL plugin was asked for all collectives of the step
 
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034

@@ -78,7 +78,8 @@ class Session:
             figures = self.sampler.read(boundary) if self.sampler.models else NOT_MEASURED
             is_typical = self._count is None or self._count_flops(self._count, boundary)
             if self._device is not None:
-                self._device.border(self.tally.ledger[:], figures, self._flags, is_typical, self.sampler.step)
+                known = ring_layout.FLAG_NCCL if self.facts.nccl.next_step(boundary) else 0
+                self._device.border(self.tally.ledger[:], figures, self._flags | known, is_typical, self.sampler.step)
                 self._device.look()
             else:
                 self._write(ring, figures, is_typical)
@@ -142,6 +143,7 @@ class Session:
             clock.watch_graph_captures(cuda.CUDAGraph)
             self._device = DeviceSteps(clock, self.spans, ring.append)
             self._device.on_ddp = self._add_ddp
+            self._device.on_step = self.facts.nccl.turns.observe
             # At once, so that the windows of all ranks hold the same steps.
             self._device.on_sample = lambda: ring.write_groups(self.spans.groups.rows())
             self.spans.clock = clock

@@ -38,6 +38,7 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
     }
     if torch.distributed.is_available():
         session.spans.install(torch._C._distributed_c10d)
+        session.facts.nccl.watch(torch._C._distributed_c10d)
         parts["torch.distributed._functional_collectives"] = session.spans.install_functional
         parts["torch.nn.parallel.distributed"] = lambda module: session.sampler.watch(module.DistributedDataParallel)
         parts["torch.distributed.device_mesh"] = session.facts.watch_meshes

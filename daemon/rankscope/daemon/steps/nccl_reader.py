@@ -1,0 +1,110 @@
+"""Reads the memory of the NCCL plugin. It is hostile input, like the probe's ring."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.daemon.steps.ring_reader import SEALS_NEEDED, RingError, seals_of
+from rankscope.probe import nccl_layout
+
+RECORD_DTYPE = np.dtype(
+    [
+        ("number", "<u8"),
+        ("start_ns", "<u8"),
+        ("stop_ns", "<u8"),
+        ("issued_ns", "<u8"),
+        ("seen_ns", "<u8"),
+        ("bytes", "<u8"),
+        ("communicator", "<u4"),
+        ("sequence", "<u4"),
+        ("peer", "<i4"),
+        ("function", "u1"),
+        ("algorithm", "u1"),
+        ("protocol", "u1"),
+        ("channels", "u1"),
+    ]
+)
+COMMUNICATOR_DTYPE = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("ranks", "<u4"),
+        ("rank", "<u4"),
+        ("issued", "<u8"),
+        ("started", "<u8"),
+        ("finished", "<u8"),
+        ("last_issued", "<u8"),
+        ("last_started", "<u8"),
+        ("last_finished", "<u8"),
+    ]
+)
+assert RECORD_DTYPE.itemsize == nccl_layout.RECORD.size
+assert COMMUNICATOR_DTYPE.itemsize == nccl_layout.COMMUNICATOR.size
+
+RECORDS_AT_MOST = 1 << 53
+
+Table: TypeAlias = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class NcclMemory:
+    memory_id: int
+    owner_pid: int
+    interface: int  # 0: NCCL has not loaded the plugin
+    written: int
+    lost: int
+    communicators: Table
+
+
+@dataclass(frozen=True)
+class NcclRecords:
+    table: Table  # by number; those that are being written or are gone are left out
+    overwritten: int  # before they were read
+
+
+def read_memory(fd: int) -> NcclMemory:
+    """Check everything that holds for the whole memory; raises RingError."""
+    if seals_of(fd) & SEALS_NEEDED != SEALS_NEEDED:
+        raise RingError("unsealed", "the memory of the NCCL plugin is not sealed against resizing; ignored")
+    size = os.fstat(fd).st_size
+    if size != nccl_layout.MEMORY_BYTES:
+        raise RingError("corrupt", f"the memory of the NCCL plugin is {size} bytes long")
+    head = os.pread(fd, nccl_layout.HEADER_BYTES, 0)
+    fixed = head[: nccl_layout.FIXED.size]
+    magic, version, *sizes, owner_pid, memory_id = nccl_layout.FIXED.unpack(fixed)
+    if magic != nccl_layout.MAGIC:
+        raise RingError("corrupt", "the memory of the NCCL plugin begins with something else")
+    if version != nccl_layout.VERSION:
+        raise RingError("version", f"NCCL plugin of version {version}; this daemon reads {nccl_layout.VERSION}")
+    if sizes != [nccl_layout.HEADER_BYTES, nccl_layout.RECORD.size, nccl_layout.CAPACITY]:
+        raise RingError("corrupt", "the memory of the NCCL plugin has another layout")
+    if nccl_layout.CHECKSUM.unpack_from(head, len(fixed))[0] != zlib.crc32(fixed):
+        raise RingError("corrupt", "the checksum of the NCCL plugin's memory is wrong")
+    written, lost = nccl_layout.COUNTERS.unpack_from(head, nccl_layout.COUNTERS_OFFSET)
+    if written > RECORDS_AT_MOST:
+        raise RingError("corrupt", f"the NCCL plugin claims {written} records")
+    (interface,) = nccl_layout.WANTED.unpack_from(head, nccl_layout.INTERFACE_OFFSET)
+    rows = np.frombuffer(head, COMMUNICATOR_DTYPE, nccl_layout.COMMUNICATORS, nccl_layout.COMMUNICATORS_OFFSET)
+    good = (rows["hash"] != 0) & (rows["rank"] < rows["ranks"])
+    return NcclMemory(memory_id, owner_pid, interface, written, lost, rows[good])
+
+
+def read_records(fd: int, after: int, written: int) -> NcclRecords:
+    """Records `after` + 1 to `written`, or the last that are still there."""
+    capacity = nccl_layout.CAPACITY
+    first = max(after, written - capacity)
+    wanted = np.arange(written - first, dtype=np.uint64) + np.uint64(first + 1)
+    until_end = min(len(wanted), capacity - first % capacity)
+    raw = _pread_slots(fd, first % capacity, until_end) + _pread_slots(fd, 0, len(wanted) - until_end)
+    found = np.frombuffer(raw, RECORD_DTYPE)
+    return NcclRecords(found[found["number"] == wanted[: len(found)]], first - after)
+
+
+def _pread_slots(fd: int, slot: int, count: int) -> bytes:
+    size = nccl_layout.RECORD.size
+    return os.pread(fd, count * size, nccl_layout.HEADER_BYTES + slot * size) if count else b""
