@@ -27,6 +27,7 @@ from rankscope.daemon.samples import (
     StepSample,
 )
 from rankscope.daemon.windows.window import RankSamples, assemble
+from rankscope.probe.ring_layout import GROUP_NCCL
 from rankscope.v1.window_pb2 import Stall
 
 SPAN = Span(1_700_000_000_000_000_000, 1_700_000_002_000_000_000)
@@ -130,8 +131,12 @@ def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
         steps_lost=0,
         last_step_unix_nanos=SPAN.start_unix_nanos + 1_000_000_000,
         step_seconds=np.full(2, 1.0),
-        facts=ProbeFacts(pipeline=1, tensor=0, data=1, model_flops_per_step=5e14, peak_flops_per_second=1e15),
-        groups=tuple(GroupSpan(0xABC, 4, number, kind, 2, 0.25, 1.0) for kind in sorted(GROUP_KINDS)),
+        facts=ProbeFacts(
+            pipeline=1, tensor=0, data=1, model_flops_per_step=5e14, peak_flops_per_second=1e15, nccl_cost_ratio=0.001
+        ),
+        groups=tuple(
+            GroupSpan(0xABC, 4, number, kind, 2, 0.25, 1.0) for kind in sorted(GROUP_KINDS) if kind != GROUP_NCCL
+        ),
         allocated_bytes=1_000,
         reserved_bytes=2_000,
         peak_allocated_bytes=1_500,

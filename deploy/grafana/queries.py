@@ -57,8 +57,8 @@ def _group_wait(values: str, members: str) -> str:
     ranks of the groups."""
     spans = 'rankscope_rank_group_seconds{%s,kind=~"%s"}'
     counted = f"max by ({RUN}, rank, group, kind) ({spans % (values, 'exposed|ddp|point_to_point')})"
-    compared = f"max by ({RUN}, rank, group, kind) ({spans % (values, 'overlapped|recorder')})"
-    least = f"min by ({RUN}, group, kind) ({spans % (members, 'overlapped|recorder')})"
+    compared = f"max by ({RUN}, rank, group, kind) ({spans % (values, 'overlapped|recorder|nccl')})"
+    least = f"min by ({RUN}, group, kind) ({spans % (members, 'overlapped|recorder|nccl')})"
     return f"sum by ({RUN}, rank) ({counted} or ({compared} - on ({RUN}, group, kind) group_left () {least}))"
 
 

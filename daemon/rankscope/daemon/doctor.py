@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -116,6 +116,7 @@ def has_ring(proc_root: Path, pid: int) -> bool | None:
 def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
     """From the process' ring; None where that cannot be read."""
     from rankscope.daemon.steps import ring_reader
+    from rankscope.daemon.steps.collector import parse_facts
 
     try:
         with ring_reader.opened(proc_root, pid) as descriptor:
@@ -128,15 +129,19 @@ def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
                 return WaitMeasured("no step yet")
             newest, _ = ring_reader.read_records(descriptor, header.records, header.records)
             table = ring_reader.read_groups(descriptor)
+            facts = parse_facts(ring_reader.read_facts_text(descriptor) or b"{}")
     except (ring_reader.RingError, OSError):
         return None
     kinds = set() if table is None else {int(row["kind"]) for row in table if row["samples"]}
-    return _source_of_wait(int(newest["flags"][0]) if len(newest) else 0, kinds)
+    found = _source_of_wait(int(newest["flags"][0]) if len(newest) else 0, kinds)
+    return replace(found, source=f"{found.source} ({facts.nccl_reason})") if facts.nccl_reason else found
 
 
 def _source_of_wait(flags: int, kinds: Set[int]) -> WaitMeasured:
     from rankscope.daemon.windows.window import SOURCES_OF_WAIT
 
+    if flags & ring_layout.FLAG_NCCL:
+        return WaitMeasured(SOURCES_OF_WAIT[ring_layout.GROUP_NCCL])
     if flags & ring_layout.FLAG_BLIND:
         if ring_layout.GROUP_RECORDER in kinds:
             return WaitMeasured(SOURCES_OF_WAIT[ring_layout.GROUP_RECORDER])

@@ -89,6 +89,9 @@ class ProbeFacts:
     peak_flops_per_second: float | None = None  # declared; else looked up by device name
     device_name: str | None = None
     torch_version: str | None = None
+    nccl_descriptor: int | None = None  # of the memory of the NCCL plugin
+    nccl_reason: str | None = None  # why there is none
+    nccl_cost_ratio: float | None = None  # of a step; negative where noise is larger
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class StepSample(StepColumns):
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
     groups: tuple[GroupSpan, ...] = ()
-    is_blind: bool = False  # collectives are issued where the probe cannot time them
+    is_blind: bool = False  # collectives are issued where nothing can time them
 
 
 @dataclass(frozen=True)

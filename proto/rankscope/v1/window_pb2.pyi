@@ -652,6 +652,7 @@ class RankWindow(_message.Message):
     RUN_AHEAD_SECONDS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_SOURCE_FIELD_NUMBER: _builtins.int
+    NCCL_COST_RATIO_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
@@ -689,7 +690,11 @@ class RankWindow(_message.Message):
     """
     run_ahead_seconds: _builtins.float
     wait_source: _builtins.str
-    """Where `wait_seconds` or `groups` come from: "ddp timers", "collective spans", "flight recorder", "blocking calls", "capture"."""
+    """Where `wait_seconds` or `groups` come from: "NCCL", "ddp timers", "collective spans", "flight recorder",
+    "blocking calls", "capture".
+    """
+    nccl_cost_ratio: _builtins.float
+    """of a step, that asking NCCL for its times costs; measured in the job"""
     @_builtins.property
     def identity(self) -> _identity_pb2.RankIdentity: ...
     @_builtins.property
@@ -755,12 +760,13 @@ class RankWindow(_message.Message):
         run_ahead_seconds: _builtins.float | None = ...,
         groups: _abc.Iterable[Global___GroupSpan] | None = ...,
         wait_source: _builtins.str = ...,
+        nccl_cost_ratio: _builtins.float | None = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backward_seconds: _TypeAlias = _typing.Literal["backward_seconds"]  # noqa: Y015
     _WhichOneofArgType__backward_seconds: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds"]  # noqa: Y015
@@ -780,6 +786,8 @@ class RankWindow(_message.Message):
     _WhichOneofArgType__mfu_ratio: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio"]  # noqa: Y015
     _WhichOneofReturnType__model_flops_per_step: _TypeAlias = _typing.Literal["model_flops_per_step"]  # noqa: Y015
     _WhichOneofArgType__model_flops_per_step: _TypeAlias = _typing.Literal["_model_flops_per_step", b"_model_flops_per_step"]  # noqa: Y015
+    _WhichOneofReturnType__nccl_cost_ratio: _TypeAlias = _typing.Literal["nccl_cost_ratio"]  # noqa: Y015
+    _WhichOneofArgType__nccl_cost_ratio: _TypeAlias = _typing.Literal["_nccl_cost_ratio", b"_nccl_cost_ratio"]  # noqa: Y015
     _WhichOneofReturnType__optimizer_seconds: _TypeAlias = _typing.Literal["optimizer_seconds"]  # noqa: Y015
     _WhichOneofArgType__optimizer_seconds: _TypeAlias = _typing.Literal["_optimizer_seconds", b"_optimizer_seconds"]  # noqa: Y015
     _WhichOneofReturnType__other_seconds: _TypeAlias = _typing.Literal["other_seconds"]  # noqa: Y015
@@ -812,6 +820,8 @@ class RankWindow(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mfu_ratio) -> _WhichOneofReturnType__mfu_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model_flops_per_step) -> _WhichOneofReturnType__model_flops_per_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nccl_cost_ratio) -> _WhichOneofReturnType__nccl_cost_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__optimizer_seconds) -> _WhichOneofReturnType__optimizer_seconds | None: ...
     @_typing.overload

@@ -38,7 +38,10 @@ GROUP_KINDS = {
     ring_layout.GROUP_POINT_TO_POINT: "point_to_point",
     ring_layout.GROUP_DDP: "ddp",
     ring_layout.GROUP_RECORDER: "recorder",
+    ring_layout.GROUP_NCCL: "nccl",
 }
+# Where NCCL tells all waiting, time in the same collectives would be waiting twice.
+BESIDE_NCCL = (ring_layout.GROUP_NCCL, ring_layout.GROUP_POINT_TO_POINT)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
         "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
         "the least in its group is waiting. group is equal on all members.", lambda rank: _group_seconds(rank),
         {"group": ANY, "kind": tuple(GROUP_KINDS.values())}),
+    Gauge("rankscope_rank_nccl_cost_ratio",
+        "Share of a step that asking NCCL for its times costs, measured in the job. Noise may make it negative.",
+        lambda rank: _optional(rank.window, "nccl_cost_ratio"), standard=FULL_ONLY),
     Gauge("rankscope_rank_model_flops_per_step",
         "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
         lambda rank: _optional(rank.window, "model_flops_per_step"), standard=FULL_ONLY),
@@ -214,10 +220,11 @@ def _group_seconds(rank: _Rank) -> Mapping[tuple[str, str], float]:
     # Where the rank knows its self time, groups add nothing to it.
     if not is_timed or (window.HasField("self_seconds") and not rank.full):
         return {}
+    has_nccl = any(group.kind == ring_layout.GROUP_NCCL for group in window.groups)
     return {
         (f"{group.number:x}", GROUP_KINDS.get(group.kind, "")): group.seconds * step_mean_seconds / group.step_seconds
         for group in window.groups
-        if group.step_seconds > 0
+        if group.step_seconds > 0 and not (has_nccl and group.kind not in BESIDE_NCCL)
     }
 
 

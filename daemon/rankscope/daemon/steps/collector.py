@@ -17,6 +17,7 @@ from rankscope.daemon.config import Config
 from rankscope.daemon.procfs import RingSearch
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import ring_reader, step_columns
+from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RingError
 from rankscope.probe import ring_layout
 
@@ -46,6 +47,7 @@ class _Progress:
     monotonic_offset_ns: int = 0  # of the process' time namespace
     last_step_ns: int | None = None  # on the process' monotonic clock
     groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
+    nccl: NcclProgress = field(default_factory=NcclProgress)
 
 
 class StepsCollector(Collector[StepSample]):
@@ -112,7 +114,8 @@ class StepsCollector(Collector[StepSample]):
                 raise RingError("disabled", "the probe has disabled itself; its reason is on the process' stderr")
             progress = self._progress_of(rank, header, span)
             clock_ns = self._clock_ns(span) - progress.monotonic_offset_ns
-            sample, self._progress[rank.key] = _sample(fd, header, progress, span, clock_ns)
+            process = f"{self._proc_root}/{rank.pid}"
+            sample, self._progress[rank.key] = _sample(fd, header, progress, span, clock_ns, process)
             return sample
         finally:
             os.close(fd)
@@ -136,9 +139,9 @@ class StepsCollector(Collector[StepSample]):
 
 
 def _sample(
-    fd: int, header: ring_reader.Header, progress: _Progress, span: Span, clock_ns: int
+    fd: int, header: ring_reader.Header, progress: _Progress, span: Span, clock_ns: int, process: str
 ) -> tuple[StepSample, _Progress]:
-    """`clock_ns` is the wall clock less the process' monotonic clock."""
+    """`clock_ns` is the wall clock less the process' monotonic clock; `process` its folder in /proc."""
     live = ring_reader.read_live(fd) or ring_reader.UNKNOWN_LIVE
     facts = ring_reader.read_facts_text(fd)
     if facts is not None:
@@ -168,10 +171,16 @@ def _sample(
         lost = 0
     else:
         lost = max(0, header.steps - progress.steps - int(records["steps"][good].sum()))
-    rows = step_columns.columns(records, good, step_columns.newest(records, wanted))
+    kept = step_columns.newest(records, wanted)
+    nccl, nccl_progress = _nccl(process, header.owner_pid, progress, records[kept])
+    rows = step_columns.columns(records, good, kept, nccl.seconds)
     is_blind = bool(len(records)) and bool(records["flags"][-1] & ring_layout.FLAG_BLIND)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
-    if is_blind:
+    if nccl.groups:
+        # NCCL knows all collectives of all steps. What others add is which of them nothing hides.
+        groups = (*nccl.groups, *(span for span in groups if span.kind in step_columns.EXPOSED_KINDS and not is_blind))
+        is_blind = False
+    elif is_blind:
         # The spans cover only some collectives, and the flight recorder's durations include those too.
         groups = tuple(
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
@@ -198,7 +207,21 @@ def _sample(
         steps=header.steps - steps_held_back,
         last_step_ns=last_step_ns,
         groups=totals,
+        nccl=nccl_progress,
     )
+
+
+def _nccl(
+    process: str, owner_pid: int, progress: _Progress, records: ring_reader.Records
+) -> tuple[NcclTimes, NcclProgress]:
+    """What NCCL told of these steps. Memory that cannot be right is as none: the steps are known all the same."""
+    descriptor = progress.facts.nccl_descriptor
+    if descriptor is None:
+        return NcclTimes(), progress.nccl
+    try:
+        return read_nccl(f"{process}/fd/{descriptor}", owner_pid, progress.nccl, records)
+    except (OSError, RingError):
+        return NcclTimes(), NcclProgress()
 
 
 def _bounded(value: int, limit: int) -> int | None:
@@ -223,6 +246,9 @@ def parse_facts(text: bytes) -> ProbeFacts:
         peak_flops_per_second=_positive(found.get("peak_flops_per_second")),
         device_name=_text(found.get("device_name")),
         torch_version=_text(found.get("torch_version")),
+        nccl_descriptor=_index(found.get("nccl_descriptor")),
+        nccl_reason=_text(found.get("nccl_reason")),
+        nccl_cost_ratio=_ratio(found.get("nccl_cost_ratio")),
     )
 
 
@@ -235,6 +261,10 @@ def _positive(value: object) -> float | None:
         return None
     # Compared before conversion: an integer of thousands of digits is valid JSON but not a float.
     return float(value) if 0 < value < FLOPS_AT_MOST and math.isfinite(value) else None
+
+
+def _ratio(value: object) -> float | None:
+    return float(value) if isinstance(value, float) and -1 <= value <= 1 else None
 
 
 def _text(value: object) -> str | None:

@@ -31,6 +31,7 @@ GROUP_KINDS = frozenset(
         ring_layout.GROUP_RECORDER,
     }
 )
+EXPOSED_KINDS = (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_DDP)
 TOTAL_AT_MOST = 1e12
 
 
@@ -57,9 +58,12 @@ def newest(records: npt.NDArray[np.void], wanted: Mask, rows: int = ROWS_AT_MOST
     return kept
 
 
-def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColumns:
+def columns(
+    records: npt.NDArray[np.void], good: Mask, wanted: Mask, collective_seconds: Column | None = None
+) -> StepColumns:
     """One row per step of the `wanted` records: the steps of one record share its time evenly. `good` marks the
-    valid records; a DDP figure comes from the next record."""
+    valid records; a DDP figure comes from the next record. `collective_seconds`: of the wanted records, where NCCL
+    told it."""
     ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}"]), good)[wanted] for name in _DDP_NAMES}
     rows = records[wanted]
     span = rows["span_ns"] * 1e-9
@@ -75,6 +79,9 @@ def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColu
     alone = np.where(on_device, spans, blocking)
     alone = np.where((rows["flags"] & ring_layout.FLAG_BLIND) != 0, np.nan, alone)
     steps = rows["steps"]
+    communication = np.where(has_ddp, other + ddp["communication"], alone)
+    if collective_seconds is not None:
+        communication = np.minimum(collective_seconds, span)
 
     def per_step(column: Column) -> Column:
         return np.repeat(column / steps, steps)
@@ -82,7 +89,7 @@ def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColu
     return StepColumns(
         step_seconds=per_step(span),
         wait_seconds=per_step(np.minimum(np.where(has_ddp, other + exposed, alone), span)),
-        communication_seconds=per_step(np.where(has_ddp, other + ddp["communication"], alone)),
+        communication_seconds=per_step(communication),
         input_seconds=per_step(np.minimum(_seconds(rows["input"]), span)),
         forward_seconds=per_step(ddp["forward"]),
         backward_seconds=per_step(ddp["backward"]),

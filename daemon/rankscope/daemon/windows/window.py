@@ -105,6 +105,7 @@ STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
 PARTS_OF_SELF = ("input_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "checkpoint_seconds")
 MEANS = ("communication_seconds", *PARTS_OF_SELF, "host_seconds", "run_ahead_seconds")
 SOURCES_OF_WAIT = {
+    ring_layout.GROUP_NCCL: "NCCL",
     ring_layout.GROUP_DDP: "ddp timers",
     ring_layout.GROUP_EXPOSED: "collective spans",
     ring_layout.GROUP_OVERLAPPED: "collective spans",
@@ -253,8 +254,12 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
         names.append("other_seconds")
     window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
     window.wait_source = _wait_source(window, sample)
+    if sample.facts.nccl_cost_ratio is not None:
+        window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
+        names.append("nccl_cost_ratio")
     if sample.is_blind and not window.wait_source and len(window.problems) < PROBLEMS_KEPT:
-        window.problems.append(BLIND)
+        reason = sample.facts.nccl_reason
+        window.problems.append(printable(f"{BLIND}; {reason}" if reason else BLIND, PROBLEM_CHARACTERS))
     for name in names:
         window.sources[name] = SOURCE_PROBE
 
@@ -275,6 +280,8 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
     """The source of the waiting time; empty if it is not measured."""
     kinds = {group.kind for group in sample.groups}
     names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
+    if ring_layout.GROUP_NCCL in kinds:
+        return SOURCES_OF_WAIT[ring_layout.GROUP_NCCL]
     if window.HasField("host_seconds"):
         return " + ".join(dict.fromkeys(names))
     if not window.HasField("wait_seconds"):

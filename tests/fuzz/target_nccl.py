@@ -1,0 +1,121 @@
+"""The memory of the NCCL plugin, every byte of which the training process may forge.
+
+An input is its header and the first records. The checksum is mended after most mutations."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import warnings
+import zlib
+from random import Random
+
+import numpy as np
+
+from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RECORD_DTYPE
+from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
+from rankscope.daemon.steps.ring_reader import RECORD_DTYPE as STEP_DTYPE
+from rankscope.daemon.steps.ring_reader import RingError
+from rankscope.probe import nccl_layout, ring_layout
+from tests.fuzz.checking import check_text
+from tests.fuzz.mutating import Mutator
+
+RECORDS = 64
+SIZE_LIMIT = nccl_layout.HEADER_BYTES + RECORDS * nccl_layout.RECORD.size
+STEP_NS = 50_000_000
+_OWNER = 77
+_FIXED = nccl_layout.FIXED.size
+
+
+def _seed(written: int, interface: int = 5) -> bytes:
+    """Two communicators, in steps of 50 ms; the timer of the GPU is an hour ahead of the host's clock."""
+    head = bytearray(nccl_layout.HEADER_BYTES)
+    head[: _FIXED + 4] = nccl_layout.fixed_part(_OWNER)
+    nccl_layout.COUNTERS.pack_into(head, nccl_layout.COUNTERS_OFFSET, written, 0)
+    nccl_layout.WANTED.pack_into(head, nccl_layout.INTERFACE_OFFSET, interface)
+    rows = np.zeros(2, COMMUNICATOR_DTYPE)
+    rows["hash"], rows["ranks"], rows["rank"] = (0xAAAA_0000_0001, 0xBBBB_0000_0002), 4, 2
+    head[nccl_layout.COMMUNICATORS_OFFSET : nccl_layout.COMMUNICATORS_OFFSET + rows.nbytes] = rows.tobytes()
+    made = np.zeros(RECORDS, RECORD_DTYPE)
+    numbers = np.arange(1, RECORDS + 1)
+    made["number"] = written - (written - numbers) % nccl_layout.CAPACITY if written > RECORDS else numbers
+    made["seen_ns"] = numbers * STEP_NS // 2
+    made["stop_ns"] = made["seen_ns"] + 3_600_000_000_000 - 5_000
+    made["start_ns"] = made["stop_ns"] - 4_000_000
+    made["communicator"], made["function"], made["bytes"] = 1 + numbers % 2, 1 + numbers % 11, 1 << 20
+    return bytes(head) + made.tobytes()
+
+
+SEEDS = [_seed(RECORDS), _seed(nccl_layout.CAPACITY * 3 + RECORDS), _seed(RECORDS, interface=0)]
+TOKENS = [nccl_layout.MAGIC, b"\xff" * 8, b"\0" * 8, (1 << 62).to_bytes(8, "little"), (1 << 63).to_bytes(8, "little")]
+
+
+def _steps() -> np.ndarray:
+    steps = np.zeros(RECORDS // 2, STEP_DTYPE)
+    steps["end_ns"] = np.arange(1, len(steps) + 1) * STEP_NS
+    steps["span_ns"], steps["steps"] = STEP_NS, 1
+    steps["flags"][::2] = ring_layout.FLAG_NCCL
+    return steps
+
+
+def run(data: bytes) -> None:
+    descriptor = os.memfd_create(nccl_layout.MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nccl_layout.MEMORY_BYTES)
+        seals = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, ring_layout.F_ADD_SEALS, seals)
+        os.pwrite(descriptor, data, 0)
+        memory_id = int(nccl_layout.FIXED.unpack_from(data.ljust(_FIXED, b"\0"))[-1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # numpy's: an overflow, a NaN made an integer
+            for before in (NcclProgress(), NcclProgress(memory_id, 0), NcclProgress(memory_id, 30)):
+                _look(f"/proc/self/fd/{descriptor}", before)
+    finally:
+        os.close(descriptor)
+
+
+def _look(link: str, before: NcclProgress) -> None:
+    steps = _steps()
+    try:
+        found, after = read_nccl(link, _OWNER, before, steps)
+        again, _ = read_nccl(link, _OWNER, after, steps)
+    except RingError as error:
+        assert error.kind in ("corrupt", "version", "owner", "unsealed"), error
+        check_text(str(error), 200)
+        return
+    for times in (found, again):
+        _check(times, len(steps))
+
+
+def _check(times: NcclTimes, steps: int) -> None:
+    if times.seconds is not None:
+        known = times.seconds[~np.isnan(times.seconds)]
+        assert len(times.seconds) == steps and (known >= 0).all() and np.isfinite(known).all()
+    assert len(times.groups) <= ring_layout.GROUPS_AT_MOST
+    for group in times.groups:
+        assert 0 <= group.number < 1 << 53 and 0 <= group.position < group.size, group
+        assert 0 < group.samples <= steps and 0 <= group.seconds <= 86_400 * RECORDS, group
+
+
+class _Sealing:
+    def __init__(self, plain: Mutator) -> None:
+        self._plain = plain
+        self._random: Random = plain.random
+
+    def mutate(self, data: bytes, other: bytes) -> bytes:
+        changed = bytearray(data.ljust(SIZE_LIMIT, b"\0"))
+        size, first = nccl_layout.RECORD.size, nccl_layout.HEADER_BYTES
+        records = [(first + place * size, first + (place + 1) * size) for place in range(RECORDS)]
+        rows = nccl_layout.COMMUNICATORS_OFFSET, nccl_layout.COMMUNICATORS_OFFSET + 2 * nccl_layout.COMMUNICATOR.size
+        parts = [(0, _FIXED), (nccl_layout.COUNTERS_OFFSET, nccl_layout.INTERFACE_OFFSET + 4), rows, *records]
+        for _ in range(self._random.choice((1, 2, 5))):
+            start, end = self._random.choice(parts)
+            piece = self._plain.mutate(bytes(changed[start:end]), other[start:end])
+            changed[start:end] = piece[: end - start].ljust(end - start, b"\0")
+        if self._random.random() < 0.9:
+            nccl_layout.CHECKSUM.pack_into(changed, _FIXED, zlib.crc32(changed[:_FIXED]))
+        return bytes(changed)
+
+
+def mutator(plain: Mutator) -> _Sealing:
+    return _Sealing(plain)

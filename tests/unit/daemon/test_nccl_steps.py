@@ -1,0 +1,143 @@
+"""What NCCL told, beside the steps of the probe's ring: in the collector's sample, the window and the metrics."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, rank_metrics
+from rankscope.daemon.samples import StepSample
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RECORD_DTYPE
+from rankscope.daemon.windows.window import RankSamples, assemble
+from rankscope.probe import nccl_layout, ring_layout
+from rankscope.probe.nccl_plugin import NcclPlugin
+from rankscope.v1.window_pb2 import RankWindow
+from tests.unit.daemon.ring_writer import ME, MS, Writer, sample_of, window
+
+FLAGS = ring_layout.FLAG_DEVICE | ring_layout.FLAG_NCCL
+HASH = 0x1234_5678_9ABC
+EXPOSED = (7, 4, 2, ring_layout.GROUP_EXPOSED)
+
+
+class NcclWriter:
+    """The plugin's side, in this process."""
+
+    def __init__(self) -> None:
+        self.plugin = NcclPlugin()
+        self.descriptor = self.plugin._make_memory()
+        self._records = 0
+        row = np.zeros(1, COMMUNICATOR_DTYPE)
+        row["hash"], row["ranks"], row["rank"] = HASH, 4, 2
+        os.pwrite(self.descriptor, row.tobytes(), nccl_layout.COMMUNICATORS_OFFSET)
+        self.load()
+
+    def load(self, interface: int = 5) -> None:
+        os.pwrite(self.descriptor, nccl_layout.WANTED.pack(interface), nccl_layout.INTERFACE_OFFSET)
+
+    def collective(self, end_ns: int, milliseconds: float) -> None:
+        made = np.zeros(1, RECORD_DTYPE)
+        slot = self._records
+        self._records += 1
+        made["number"], made["function"], made["communicator"] = self._records, 1, HASH & 0xFFFFFFFF
+        made["start_ns"], made["stop_ns"], made["seen_ns"] = end_ns - int(milliseconds * MS), end_ns, end_ns
+        os.pwrite(self.descriptor, made.tobytes(), nccl_layout.HEADER_BYTES + slot * nccl_layout.RECORD.size)
+        counters = nccl_layout.COUNTERS.pack(self._records, 0)
+        os.pwrite(self.descriptor, counters, nccl_layout.COUNTERS_OFFSET)
+
+
+@pytest.fixture
+def nccl() -> Iterator[NcclWriter]:
+    made = NcclWriter()
+    yield made
+    os.close(made.descriptor)
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    made = Writer()
+    yield made
+    made.ring.abandon()
+
+
+def step(writer: Writer, flags: int = FLAGS) -> None:
+    writer.step(50, flags=flags, device=(0.05, 0.0, float("nan")))
+
+
+def played(writer: Writer, nccl: NcclWriter, descriptor: int, flags: int = FLAGS) -> StepSample:
+    """The second look, at three steps with a collective of 8, 20 and 8 ms."""
+    collector = StepsCollector()
+    writer.ring.write_facts({"nccl_descriptor": descriptor, "nccl_cost_ratio": 0.0015})
+    step(writer)
+    writer.ring.write_groups([(*EXPOSED, 10, 0.2, 0.5), (7, 4, 2, ring_layout.GROUP_OVERLAPPED, 10, 0.2, 0.5)])
+    assert sample_of(collector).groups == ()
+    for milliseconds in (8, 20, 8):
+        step(writer, flags)
+        nccl.collective(writer.end_ns - 5 * MS, milliseconds)
+    writer.ring.write_groups([(*EXPOSED, 11, 0.21, 0.55), (7, 4, 2, ring_layout.GROUP_OVERLAPPED, 11, 0.23, 0.55)])
+    return sample_of(collector)
+
+
+def window_of(sample: StepSample) -> RankWindow:
+    return assemble(ME, "node", window(), 1, RankSamples(steps=sample), lambda _: None)
+
+
+def test_nccls_times_take_the_place_of_the_probes(writer: Writer, nccl: NcclWriter) -> None:
+    sample = played(writer, nccl, nccl.descriptor)
+    told, exposed = sample.groups
+    assert (told.number, told.size, told.position, told.kind, told.samples) == (HASH, 4, 2, ring_layout.GROUP_NCCL, 3)
+    assert (told.seconds, told.step_seconds) == pytest.approx((0.012, 0.05))
+    assert exposed.kind == ring_layout.GROUP_EXPOSED  # what nothing hides is known from nowhere else
+    assert sample.communication_seconds == pytest.approx([0.008, 0.020, 0.008])
+    made = window_of(sample)
+    assert made.wait_source == "NCCL"
+    assert made.nccl_cost_ratio == pytest.approx(0.0015)
+
+
+def test_a_rank_whose_collectives_nccl_times_is_not_blind(writer: Writer, nccl: NcclWriter) -> None:
+    sample = played(writer, nccl, nccl.descriptor, FLAGS | ring_layout.FLAG_BLIND)
+    assert [span.kind for span in sample.groups] == [ring_layout.GROUP_NCCL]
+    assert not sample.is_blind
+    assert not window_of(sample).problems
+
+
+def test_the_metric_has_no_collective_twice(writer: Writer, nccl: NcclWriter) -> None:
+    made = window_of(played(writer, nccl, nccl.descriptor))
+    families = {family.name: family for family in rank_metrics([RankReport(made, RankTotals(), ())], full=True)}
+    (series,) = families["rankscope_rank_group_seconds"].samples
+    assert (series.labels["kind"], series.labels["group"]) == ("nccl", f"{HASH:x}")
+    assert series.value == pytest.approx(0.012)
+
+
+def kinds_without_nccl(sample: StepSample) -> bool:
+    kinds = {span.kind for span in sample.groups}
+    return kinds == {ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED} and len(sample.step_seconds) == 3
+
+
+def test_a_plugin_that_nccl_has_not_loaded_tells_nothing(writer: Writer, nccl: NcclWriter) -> None:
+    nccl.load(0)
+    assert kinds_without_nccl(played(writer, nccl, nccl.descriptor))
+
+
+def test_memory_of_another_process_is_not_believed(writer: Writer, nccl: NcclWriter) -> None:
+    os.pwrite(nccl.descriptor, nccl_layout.fixed_part(os.getpid() + 1), 0)
+    assert kinds_without_nccl(played(writer, nccl, nccl.descriptor))
+
+
+@pytest.mark.parametrize("what", ["closed", "file", "unsealed", "ring", "huge"])
+def test_a_descriptor_of_something_else_leaves_the_steps(writer: Writer, nccl: NcclWriter, what: str) -> None:
+    if what == "file":
+        descriptor = os.open("/dev/null", os.O_RDWR)
+    elif what == "unsealed":
+        descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, nccl_layout.MEMORY_BYTES)
+    else:
+        descriptor = {"closed": 987, "ring": writer.ring._fd, "huge": 10_000_000}[what]
+    try:
+        assert kinds_without_nccl(played(writer, nccl, descriptor))
+    finally:
+        if what in ("file", "unsealed"):
+            os.close(descriptor)
