@@ -4,10 +4,11 @@
 
 The loop never synchronises by itself: on a GPU the host runs ahead of the device as far as the framework lets it. The
 faults are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) or between backward
-and optimizer, where nothing overlaps with it (`tail`), and a dataset that sleeps (`input`), on one rank and from
-`--start-after` seconds after the first step on. `--alternate-after` seconds later, steps with the fault and without it
-take turns. FOLDER/steps-RANK grows by a line a step (`job.Stopwatch`), FOLDER/fault.json says when the fault began,
-FOLDER/blocks.json which steps took turns, FOLDER/summary-RANK.json how it ended."""
+and optimizer, where nothing overlaps with it (`tail`), a dataset that sleeps (`input`), and the sleep of ten steps in
+every tenth step (`tenth`), on one rank and from `--start-after` seconds after the first step on. `--alternate-after`
+seconds later, steps with the fault and without it take turns. FOLDER/steps-RANK grows by a line a step
+(`job.Stopwatch`), FOLDER/fault.json says when the fault began, FOLDER/blocks.json which steps took turns,
+FOLDER/summary-RANK.json how it ended."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from frameworks import FRAMEWORKS, default_compiler
 from job import Stopwatch
 from torch.utils.data import DataLoader, Dataset
 
-FAULTS = ("none", "host", "gpu", "tail", "input")
+FAULTS = ("none", "host", "gpu", "tail", "input", "tenth")
+RARE_STEPS = 10
 ON_DEVICE = ("gpu", "tail")
 ALTERNATION_SECONDS = 1.5
 HOLDING = -1
@@ -56,6 +58,7 @@ class Fault:
         self._alternate_after = asked.alternate_after or float("inf")
         self._first_steps: list[int] = []  # of the blocks that take turns
         self._is_paused = False
+        self._step = 0
         self._cycles_per_second = 0.0 if asked.cpu or self.kind not in ON_DEVICE else _cycles_per_second()
 
     def schedule(self, unix_seconds: float) -> None:
@@ -63,6 +66,7 @@ class Fault:
 
     def begin_step(self, step: int) -> None:
         """Decides whether the fault is on in this step, once both take turns."""
+        self._step = step
         passed = time.time() - self._starts_at.item() - self._alternate_after
         if self.kind == "none" or passed < 0:
             return
@@ -79,6 +83,9 @@ class Fault:
         if self.kind == "host" and self._is_on():
             self._begin()
             slow_host(self._seconds)
+        elif self.kind == "tenth" and self._step % RARE_STEPS == 0 and self._is_on():
+            self._begin()
+            slow_host(RARE_STEPS * self._seconds)
         elif self.kind == "gpu" and self._is_on():
             self._occupy_device()
 

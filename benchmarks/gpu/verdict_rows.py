@@ -27,7 +27,7 @@ FOUND_FROM_RATIO, HIDDEN_UP_TO_RATIO = 0.05, 0.02
 SAYS_NOTHING = ("healthy", "insufficient_data")
 # What a cause must say about each fault, somewhere in its text.
 _DEVICE = r"(?i)device|gpu|kernel"
-CAUSES = {"host": r"slow_host", "gpu": _DEVICE, "tail": _DEVICE, "input": r"(?i)input|slow_read"}
+CAUSES = {"host": r"slow_host", "tenth": r"slow_host", "gpu": _DEVICE, "tail": _DEVICE, "input": r"(?i)input|slow_read"}
 # What it must not name when the host is not to blame; where the device is the CPU, `busy_device` is to blame.
 NOT_CAUSES = dict.fromkeys(("gpu", "tail"), r"^(?!.*busy_device).*(verdict_job\.py|frameworks\.py)")
 # Each stage is one rank: slow stage and slow rank are the same.

@@ -130,7 +130,7 @@ def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> 
         return ""
     one = slice(row, row + 1)
     excess = screened.compared_seconds[one] - screened.reference_seconds[one]
-    ahead, further = columns.run_ahead_seconds[one], screened.further_ahead_seconds[one]
+    ahead, further = screened.ahead_seconds[one], screened.further_ahead_seconds[one]
     found = device_bound(ahead, further, columns.step_seconds[one], excess, policy)[0]
     return "" if np.isnan(found) else DEVICE if found else HOST
 

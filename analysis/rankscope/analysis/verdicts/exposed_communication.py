@@ -12,10 +12,10 @@ import numpy as np
 from rankscope.analysis.stats.robust import Floats, Ints, grouped_min, number_groups
 
 # Kinds of groups in the probe's ring (rankscope/probe/ring_layout.py).
-EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER = 1, 2, 3, 4, 5
+EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER, NCCL = 1, 2, 3, 4, 5, 6
 # Time in these is time in which the step's own stream stood still.
 _EXPOSED_KINDS = (EXPOSED, DDP)
-_COMPARED_KINDS = (EXPOSED, OVERLAPPED, DDP, RECORDER)
+_COMPARED_KINDS = (EXPOSED, OVERLAPPED, DDP, RECORDER, NCCL)
 _NUMBER_LIMIT = 2.0**53
 
 
@@ -42,9 +42,12 @@ def group_waits(spans: GroupSpans, job: Ints, step_seconds: Floats) -> Waits:
     """`job` and `step_seconds` have a value per rank. Point-to-point traffic is not compared: its two ends have
     different roles, and a stage that waits for another does nothing wrong. All of it counts as waiting."""
     ranks = spans.number.shape[1]
+    has_nccl = (spans.kind == NCCL).any(axis=0)
     with np.errstate(all="ignore"):
-        # Sampled steps cost a little more than others, and DDP's are not those of the spans.
-        own = spans.seconds * (step_seconds / spans.step_seconds)
+        # Sampled steps cost a little more than others, and DDP's are not those of the spans. NCCL tells of all steps,
+        # and beside it the others tell what usual steps spend in transfers.
+        is_sampled = ~(has_nccl & np.isin(spans.kind, _EXPOSED_KINDS))
+        own = np.where(is_sampled, spans.seconds * (step_seconds / spans.step_seconds), spans.seconds)
         good = (own >= 0) & np.isfinite(own) & (spans.step_seconds > 0)
         good &= (spans.number >= 0) & (spans.number < _NUMBER_LIMIT) & (spans.number % 1 == 0)
         good &= np.isin(spans.kind, (*_COMPARED_KINDS, POINT_TO_POINT))
@@ -56,11 +59,13 @@ def group_waits(spans: GroupSpans, job: Ints, step_seconds: Floats) -> Waits:
     group, count = number_groups(job[rank], number, kind)
     values = own[slot, rank]
     least = grouped_min(values, group, count)[group]
-    compared = kind != POINT_TO_POINT
-    waiting = np.where(compared, values - least, values)
+    waiting = np.where(kind == POINT_TO_POINT, values, values - least)
+    waiting[has_nccl[rank] & is_exposed[slot, rank]] = 0.0  # NCCL's times hold all of it
     transfer = np.where(is_exposed[slot, rank], least, 0.0)
     waited = np.bincount(rank, weights=waiting, minlength=ranks)
     transferred = np.bincount(rank, weights=transfer, minlength=ranks)
+    in_nccl = np.bincount(rank, weights=np.where(kind == NCCL, least, 0.0), minlength=ranks)
+    transferred = np.where(has_nccl, np.minimum(transferred, in_nccl), transferred)
     known = np.bincount(rank, minlength=ranks) > 0
     total = np.minimum(waited + transferred, step_seconds)
     return Waits(

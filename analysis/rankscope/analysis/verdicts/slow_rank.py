@@ -65,6 +65,7 @@ class Screen:
     lingering: Bools  # not an outlier, but not clearly back either (hysteresis)
     cohort_spread: Floats  # slowest ÷ fastest of the cohort, the same for all its ranks
     rank_ratio: Floats  # the ratio from which a rank of this cohort is slow
+    ahead_seconds: Floats  # its host of its device; 0 where it is far behind the hosts of its cohort
     further_ahead_seconds: Floats  # its host than the hosts of its cohort, waiting left aside
 
     def slowest(self, among: Bools) -> int:
@@ -102,9 +103,10 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     starving = grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
     queued = np.nan_to_num(columns.starved_seconds - starving)
     excess = busy.values - busy.reference
-    further_ahead = further_ahead_seconds(columns, cohort, cohort_count)
+    ahead = ahead_seconds(columns, cohort, cohort_count, policy)
+    further_ahead = further_ahead_seconds(ahead, columns, cohort, cohort_count)
     # Where the device is to blame, its host may queue as long as it likes.
-    host_counts = device_bound(columns.run_ahead_seconds, further_ahead, columns.step_seconds, excess, policy) != 1.0
+    host_counts = device_bound(ahead, further_ahead, columns.step_seconds, excess, policy) != 1.0
     mostly_queued = host_counts & (queued > 0) & (queued >= policy.starved_share * excess)
     slow = work.exceeds(rank_ratio, policy.rank_score) & (work.impact >= policy.impact_ratio)
     slow &= ~(on_device & mostly_queued)  # of a device's time the queueing was not taken out
@@ -126,6 +128,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
         lingering=lingering & ~outlier,
         cohort_spread=widest[cohort],
         rank_ratio=rank_ratio,
+        ahead_seconds=ahead,
         further_ahead_seconds=further_ahead,
     )
 
@@ -176,10 +179,17 @@ def waited_seconds(columns: RankColumns) -> Floats:
     return np.maximum(columns.wait_seconds - columns.transfer_seconds, 0.0)
 
 
-def further_ahead_seconds(columns: RankColumns, cohort: Ints, cohort_count: int) -> Floats:
-    """How much further ahead a rank's host was than hosts of its cohort are without waiting; NaN where not known."""
+def ahead_seconds(columns: RankColumns, cohort: Ints, cohort_count: int, policy: Policy) -> Floats:
+    """How far a rank's host was ahead. Where the other hosts are ahead by far more, they wait for this one: between two
+    stalls a host gets ahead a little, and means over steps do not show how far the others were during a stall."""
     ahead = columns.run_ahead_seconds
-    usual = np.maximum(ahead - waited_seconds(columns), 0.0)
+    usual = grouped_median(ahead, cohort, cohort_count)[cohort]
+    return np.where(ahead < policy.host_behind_ratio * usual, 0.0, ahead)
+
+
+def further_ahead_seconds(ahead: Floats, columns: RankColumns, cohort: Ints, cohort_count: int) -> Floats:
+    """How much further ahead a rank's host was than hosts of its cohort are without waiting; NaN where not known."""
+    usual = np.maximum(columns.run_ahead_seconds - waited_seconds(columns), 0.0)
     known = np.bincount(cohort[~np.isnan(usual)], minlength=cohort_count)
     least = np.where(known >= 2, grouped_min(usual, cohort, cohort_count), np.nan)
     return ahead - least[cohort]

@@ -115,6 +115,9 @@ class Policy:
     device_bound_share: float = threshold(
         0.5, "ratio", "The same for a host that is ahead of its peers' hosts by this share of the excess."
     )
+    host_behind_ratio: float = threshold(
+        0.5, "ratio", "A host is not ahead when it is so by less than this share of what its peers' hosts are."
+    )
 
 
 @dataclass(frozen=True)

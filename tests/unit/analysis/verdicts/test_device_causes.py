@@ -105,6 +105,16 @@ class TestHostIsLate:
         columns = HEALTHY.but(late={2: 0.060}).window(np.random.default_rng(0)).columns
         assert columns.run_ahead_seconds[2] == columns.run_ahead_seconds.min()
 
+    def test_a_stalled_host_is_behind_those_that_wait_for_it(self) -> None:
+        """Measured on an H200: rank 2 sleeps for 600 ms in every tenth step of a hand-written loop, and gets a step and
+        a third ahead between two of them."""
+        usual = {"step_seconds": 0.0643, "host_seconds": 0.0636, "transfer_seconds": 0.014, "run_ahead_seconds": 0.625}
+        waits = usual | {"self_seconds": 0.003, "wait_seconds": 0.0613}
+        stalls = usual | {"self_seconds": 0.0497, "wait_seconds": 0.0146, "run_ahead_seconds": 0.087}
+        job = HEALTHY.but(extra={rank: stalls if rank == 2 else waits for rank in range(4)})
+        cause = cause_of(job, seen({2: SLEEPS}))
+        assert (cause.bound, lines(cause)) == (HOST, [SLEEP.line])
+
     def test_a_backward_delay_names_a_line_in_backward(self) -> None:
         """And not a line of forward that it is seen in a little more."""
         line = FrameSeen("forward", "model.py", 7, 0.3, 0.2, "forward")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rankscope.analysis.verdicts.exposed_communication import (
     DDP,
     EXPOSED,
+    NCCL,
     OVERLAPPED,
     POINT_TO_POINT,
     RECORDER,
@@ -117,7 +118,7 @@ def test_pipeline_stages_are_not_compared_and_their_waits_count_fully() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "transfer"), [(EXPOSED, 0.02), (DDP, 0.02), (OVERLAPPED, 0.0), (RECORDER, 0.0)]
+    ("kind", "transfer"), [(EXPOSED, 0.02), (DDP, 0.02), (OVERLAPPED, 0.0), (RECORDER, 0.0), (NCCL, 0.0)]
 )  # fmt: skip
 def test_a_transfer_beside_other_work_takes_nothing_from_the_step(kind: int, transfer: float) -> None:
     waits = waits_of([[(7, kind, 0.05, 0.1)], [(7, kind, 0.02, 0.1)]])
@@ -174,7 +175,7 @@ def test_an_impossible_row_is_dropped_and_compared_with_nothing(row: Row) -> Non
 
 
 def test_a_huge_figure_counts_as_a_wait_of_one_step() -> None:
-    for kind in (EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER):
+    for kind in (EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER, NCCL):
         waits = waits_of([[(7, kind, 1e300, 0.1)] * 8, [(7, kind, 0.0, 0.1)]])
         assert waits.wait_seconds.tolist() == [0.1, 0.0]
         assert waits.self_seconds.tolist() == [0.0, 0.1]
@@ -213,3 +214,19 @@ def test_any_rows_divide_the_step_regardless_of_rank_order(
     total = (waits.self_seconds + waits.wait_seconds)[known]
     assert total == pytest.approx(np.array(steps)[known])
     assert (waits.transfer_seconds[known] <= waits.wait_seconds[known]).all()
+
+
+@pytest.mark.parametrize("kind", [EXPOSED, DDP])
+def test_a_stall_that_samples_miss_is_known_from_nccl(kind: int) -> None:
+    # Measured on an H200: one CUDA graph a step, and rank 2 sleeps for 400 ms in every tenth. The samples are of usual
+    # steps: 24 ms of 25.8 ms in a collective on every rank.
+    in_nccl = (0.0552, 0.0550, 0.0231, 0.0551)
+    waits = waits_of([[(9, NCCL, spent, 0.0574), (7, kind, 0.024, 0.0258)] for spent in in_nccl], step=0.0574)
+    assert waits.self_seconds == pytest.approx([0.0022, 0.0024, 0.0343, 0.0023], abs=1e-9)
+    assert waits.transfer_seconds == pytest.approx([0.0231] * 4)
+
+
+def test_transfers_that_nccl_has_no_time_for_are_not_counted() -> None:
+    waits = waits_of([[(9, NCCL, 0.01, 0.1), (7, EXPOSED, 0.05, 0.1)], [(9, NCCL, 0.03, 0.1), (7, EXPOSED, 0.05, 0.1)]])
+    assert waits.transfer_seconds == pytest.approx([0.01, 0.01])
+    assert on_others(waits) == pytest.approx([0.0, 0.02])
