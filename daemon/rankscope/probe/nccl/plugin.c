@@ -225,13 +225,18 @@ static int end(void *context) {
   return 0;
 }
 
+/* `last` may be a little later than `turn`, which another thread took meanwhile. */
+static int is_recent(uint32_t turn, uint32_t last, int32_t places) {
+  return (int32_t)(turn - last) <= ROUNDS * places;
+}
+
 /* A place that no operation needs: not one that runs, or that a graph has played again lately. */
 static struct operation *fresh(void) {
   for (int tries = 0; tries < TRIES; tries++) {
     uint32_t turn = atomic_fetch_add_explicit(&operations, 1, memory_order_relaxed);
     struct operation *found = &operation_pool[turn % OPERATIONS];
     int is_needed = atomic_load(&found->is_open) || atomic_load(&found->starts) > 1;
-    if (is_needed && turn - atomic_load(&found->last) <= ROUNDS * OPERATIONS) continue;
+    if (is_needed && is_recent(turn, atomic_load(&found->last), OPERATIONS)) continue;
     atomic_store(&found->last, turn);
     atomic_store(&found->is_open, 1);
     return found;
@@ -272,7 +277,7 @@ static struct kernel *fresh_kernel(void) {
   for (int tries = 0; tries < TRIES; tries++) {
     uint32_t turn = atomic_fetch_add_explicit(&kernels, 1, memory_order_relaxed);
     struct kernel *found = &kernel_pool[turn % KERNELS];
-    if (atomic_load(&found->is_open) && turn - atomic_load(&found->last) <= ROUNDS * KERNELS) continue;
+    if (atomic_load(&found->is_open) && is_recent(turn, atomic_load(&found->last), KERNELS)) continue;
     atomic_store(&found->last, turn);
     atomic_store(&found->is_open, 1);
     return found;
