@@ -1,4 +1,4 @@
-"""Builds the NCCL plugin for every architecture, or checks that a build gives the libraries that are in the repository.
+"""Builds the NCCL plugin for every architecture, or checks that the libraries in the repository match its source.
 
     python -m tools.nccl_plugin [--check]
 

@@ -4,7 +4,6 @@ An input is its header and the first records. The checksum is mended after most 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import warnings
 import zlib
@@ -17,6 +16,7 @@ from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RECORD_DTYPE as STEP_DTYPE
 from rankscope.daemon.steps.ring_reader import RingError
 from rankscope.probe import nccl_layout, ring_layout
+from rankscope.probe.ring import sealed_memory
 from tests.fuzz.checking import check_text
 from tests.fuzz.mutating import Mutator
 
@@ -59,11 +59,8 @@ def _steps() -> np.ndarray:
 
 
 def run(data: bytes) -> None:
-    descriptor = os.memfd_create(nccl_layout.MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = sealed_memory(nccl_layout.MEMORY_NAME, nccl_layout.MEMORY_BYTES)
     try:
-        os.ftruncate(descriptor, nccl_layout.MEMORY_BYTES)
-        seals = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, ring_layout.F_ADD_SEALS, seals)
         os.pwrite(descriptor, data, 0)
         memory_id = int(nccl_layout.FIXED.unpack_from(data.ljust(_FIXED, b"\0"))[-1])
         with warnings.catch_warnings():

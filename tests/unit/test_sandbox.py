@@ -10,8 +10,8 @@ import pytest
 
 from tools import sandbox
 
-# Only root can make these namespaces. Without them a command runs as it is, which the last test shows for everybody.
-in_namespaces = pytest.mark.skipif(not sandbox.is_possible(), reason="only root can make pid and network namespaces")
+# The kernel lets only root make pid and network namespaces. The last test shows what the sandbox does for other users.
+in_namespaces = pytest.mark.skipif(not sandbox.is_possible(), reason="pid and network namespaces need root")
 
 
 SANDBOX = [sys.executable, "-m", "tools.sandbox", "sh", "-c"]
@@ -60,14 +60,14 @@ def test_a_killed_runs_folder_is_removed_by_the_next_run(tmp_path: Path) -> None
     with subprocess.Popen([*SANDBOX, script], cwd=ROOT, env=known, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None and running.stdout.readline() == b"begun\n"
         (folder,) = tmp_path.iterdir()
-        (tmp_path / "rs-of-somebody-else").mkdir()
+        (tmp_path / "rs-of-another-user").mkdir()
         make_old(folder)
         assert inside("true", TMPDIR=str(tmp_path)).returncode == 0
         assert folder.exists(), "its run goes on"
         running.kill()
     make_old(folder)
     assert inside("true", TMPDIR=str(tmp_path)).returncode == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["rs-of-somebody-else"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rs-of-another-user"]
 
 
 def make_old(folder: Path) -> None:

@@ -11,9 +11,9 @@ size.
 A record is one collective or message: when the GPU began and ended it, by a timer that is this GPU's own. Several
 threads write records; the number of a record is 0 while it is written, and stored last."""
 
-import os
 import struct
-import zlib
+
+from . import ring_layout
 
 MEMORY_NAME = "rankscope-nccl"
 # Descriptor, inode and device of the memory, for the plugin.
@@ -23,9 +23,8 @@ VERSION = 1
 HEADER_BYTES = 8192
 CAPACITY = 1 << 14
 
-FIXED = struct.Struct("<8sIIIIqQ")
-CHECKSUM = struct.Struct("<I")
-COUNTERS = struct.Struct("<QQ")
+# As in the ring.
+FIXED, CHECKSUM, COUNTERS = ring_layout.FIXED, ring_layout.CHECKSUM, ring_layout.COUNTERS
 COUNTERS_OFFSET = 64
 WANTED = struct.Struct("<I")
 WANTED_OFFSET = 80
@@ -65,7 +64,4 @@ WANT_OPERATIONS = 1 | 2 | 4 | 64
 
 
 def fixed_part(pid: int) -> bytes:
-    """For memory of this process; its id is random."""
-    memory_id = int.from_bytes(os.urandom(8), "little")
-    fixed = FIXED.pack(MAGIC, VERSION, HEADER_BYTES, RECORD.size, CAPACITY, pid, memory_id)
-    return fixed + CHECKSUM.pack(zlib.crc32(fixed))
+    return ring_layout.fixed_part(MAGIC, VERSION, HEADER_BYTES, RECORD.size, CAPACITY, pid)

@@ -5,16 +5,16 @@ NCCL loads a plugin when a process makes its first communicator, and one at most
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import mmap
 import os
 import platform
 from typing import Any, Optional
 
-from . import nccl_layout, ring_layout
+from . import nccl_layout
 from .failure import disable, switch
 from .nccl_turns import Turns
+from .ring import sealed_memory
 
 # Of NCCL: the path of a plugin.
 CHOICE = "NCCL_PROFILER_PLUGIN"
@@ -52,7 +52,7 @@ class NcclPlugin:
         original = group_class.__init__
 
         @functools.wraps(original)
-        def __init__(group: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands in for the class' own
+        def make(group: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 if switch.on and self.descriptor is None:
                     self.switch_on()
@@ -60,7 +60,7 @@ class NcclPlugin:
                 disable(error)
             original(group, *args, **kwargs)
 
-        group_class.__init__ = __init__
+        group_class.__init__ = make
 
     def switch_on(self) -> None:
         chosen, own = os.environ.get(CHOICE), library()
@@ -99,10 +99,7 @@ class NcclPlugin:
         return "{}:{}:{}".format(self.descriptor, found.st_ino, found.st_dev)
 
     def _make_memory(self) -> int:
-        descriptor = os.memfd_create(nccl_layout.MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, nccl_layout.MEMORY_BYTES)
-        seals = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, ring_layout.F_ADD_SEALS, seals)
+        descriptor = sealed_memory(nccl_layout.MEMORY_NAME, nccl_layout.MEMORY_BYTES)
         memory = self._memory = mmap.mmap(descriptor, nccl_layout.MEMORY_BYTES)
         memory[_WANTED] = nccl_layout.WANTED.pack(self._wanted)
         memory[: nccl_layout.FIXED.size + 4] = nccl_layout.fixed_part(os.getpid())

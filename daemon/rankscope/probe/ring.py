@@ -14,19 +14,20 @@ from typing import Any, Dict, Sequence, Tuple
 from . import ring_layout
 
 
+def sealed_memory(name: str, size: int) -> int:
+    """A descriptor. Nobody can shrink the file under a reader, which would be a SIGBUS for it."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    seals = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, ring_layout.F_ADD_SEALS, seals)
+    return descriptor
+
+
 class Ring:
     """Nothing is on disk, nothing is left behind: the kernel frees it with the process, and exec closes it."""
 
     def __init__(self) -> None:
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self._fd = os.memfd_create(ring_layout.RING_NAME, flags)
-        os.ftruncate(self._fd, ring_layout.RING_BYTES)
-        # Sealed, so that nobody can shrink the file under a reader, which would be a SIGBUS for it.
-        fcntl.fcntl(
-            self._fd,
-            ring_layout.F_ADD_SEALS,
-            ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_SEAL,
-        )
+        self._fd = sealed_memory(ring_layout.RING_NAME, ring_layout.RING_BYTES)
         self._inode = os.fstat(self._fd).st_ino
         self._memory = mmap.mmap(self._fd, ring_layout.RING_BYTES)
         # Each is stored as one word. `pack_into` writes zeros first, which a reader would take for a ring that began
@@ -39,16 +40,15 @@ class Ring:
         self._write_state(ring_layout.STATE_RUNNING)
         self.write_abilities(ring_layout.TAKES_CAPTURES)
         self.write_live((-1, -1, -1, -1), (-1, -1))
-        fixed = ring_layout.FIXED.pack(
+        fixed = ring_layout.fixed_part(
             ring_layout.MAGIC,
             ring_layout.VERSION,
             ring_layout.HEADER_BYTES,
             ring_layout.RECORD_BYTES,
             ring_layout.CAPACITY,
             os.getpid(),
-            int.from_bytes(os.urandom(8), "little"),
         )
-        self._memory[: len(fixed) + 4] = fixed + ring_layout.CHECKSUM.pack(zlib.crc32(fixed))
+        self._memory[: len(fixed)] = fixed
 
     def append(self, end_ns: int, span_ns: int, seconds: Sequence[float], flags: int, steps: int) -> None:
         """One record; `seconds` as layout.RECORD has them. The checksum covers the sequence number and the ring's

@@ -21,7 +21,9 @@ On a GPU (FLAG_DEVICE) the span is the device's, and so are `input` (the device 
 end is when the device was done. A record is written when the device has finished the step, which may be many steps
 after the host has enqueued it."""
 
+import os
 import struct
+import zlib
 
 RING_NAME = "rankscope-ring"
 MAGIC = b"RNKSCOPE"
@@ -126,3 +128,10 @@ F_SEAL_SEAL = 1
 F_SEAL_SHRINK = 2
 F_SEAL_GROW = 4
 F_SEAL_WRITE = 8
+
+
+def fixed_part(magic: bytes, version: int, header_bytes: int, record_bytes: int, capacity: int, pid: int) -> bytes:
+    """With its checksum; the id is random."""
+    ring_id = int.from_bytes(os.urandom(8), "little")
+    fixed = FIXED.pack(magic, version, header_bytes, record_bytes, capacity, pid, ring_id)
+    return fixed + CHECKSUM.pack(zlib.crc32(fixed))

@@ -28,7 +28,8 @@ class Bindings:
     """As torch has them, where it is built with NCCL."""
 
     def __init__(self) -> None:
-        made = self.made = []  # type: ignore[var-annotated]
+        made: list[tuple[tuple[object, ...], str | None]] = []
+        self.made = made
 
         class ProcessGroupNCCL:
             def __init__(self, *arguments: object) -> None:
@@ -63,6 +64,7 @@ def test_it_is_on_before_the_first_group_is_made(plugin: NcclPlugin) -> None:
 
 def test_torch_without_nccl_is_left_alone(plugin: NcclPlugin) -> None:
     plugin.watch(object())
+    assert (plugin.descriptor, plugin.reason) == (None, "")
 
 
 @pytest.mark.parametrize("chosen", ["/opt/inspector/libnccl-profiler-inspector.so", "inspector", "none"])
