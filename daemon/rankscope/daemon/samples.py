@@ -107,6 +107,17 @@ class GroupSpan:
     step_seconds: float
 
 
+@dataclass(frozen=True)
+class LongSteps:
+    """The few steps that took far longer than usual. Seconds are sums of what they took beyond the usual step."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0  # of it, in collectives: for a rank that was late
+    checkpoint_seconds: float = 0.0  # of it, in checkpoints of this rank
+    late_steps: int = 0  # in which this rank was late
+
+
 def self_seconds(step_seconds: Column, wait_seconds: Column) -> Column:
     """A rank's own work: what of a step is not waiting."""
     return np.maximum(step_seconds - wait_seconds, 0.0)
@@ -148,6 +159,7 @@ class StepSample(StepColumns):
     collectives_completed: int | None = None
     groups: tuple[GroupSpan, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
+    long_steps: LongSteps | None = None  # None: what was waited in them is not known
 
 
 @dataclass(frozen=True)

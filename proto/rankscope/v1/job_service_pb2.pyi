@@ -36,6 +36,7 @@ class _VerdictKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerdictKi
     VERDICT_KIND_LOW_MFU: _VerdictKind.ValueType  # 7
     VERDICT_KIND_HANG: _VerdictKind.ValueType  # 8
     VERDICT_KIND_INSUFFICIENT_DATA: _VerdictKind.ValueType  # 9
+    VERDICT_KIND_JITTER: _VerdictKind.ValueType  # 10
 
 class VerdictKind(_VerdictKind, metaclass=_VerdictKindEnumTypeWrapper): ...
 
@@ -49,6 +50,7 @@ VERDICT_KIND_INPUT_BOUND: VerdictKind.ValueType  # 6
 VERDICT_KIND_LOW_MFU: VerdictKind.ValueType  # 7
 VERDICT_KIND_HANG: VerdictKind.ValueType  # 8
 VERDICT_KIND_INSUFFICIENT_DATA: VerdictKind.ValueType  # 9
+VERDICT_KIND_JITTER: VerdictKind.ValueType  # 10
 Global___VerdictKind: _TypeAlias = VerdictKind  # noqa: Y015
 
 class _Severity:
@@ -101,11 +103,14 @@ class Cause(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
+    STALLS_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """"unknown" when no phase holds enough of the excess"""
     evidence: _builtins.str
     bound: _builtins.str
     """"host" or "device": what holds up a rank whose steps are timed on a device. Empty where that is not known."""
+    stalls: _builtins.str
+    """How often and how long, where the loss sits in few steps: "in every 10th step for 600 ms". Empty otherwise."""
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[_window_pb2.FrameShare]: ...
     def __init__(
@@ -115,10 +120,11 @@ class Cause(_message.Message):
         frames: _abc.Iterable[_window_pb2.FrameShare] | None = ...,
         evidence: _builtins.str = ...,
         bound: _builtins.str = ...,
+        stalls: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "evidence", b"evidence", "frames", b"frames", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "evidence", b"evidence", "frames", b"frames", "phase", b"phase", "stalls", b"stalls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

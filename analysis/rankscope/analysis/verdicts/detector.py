@@ -16,6 +16,7 @@ import numpy as np
 from rankscope.analysis.verdicts.findings import ReadyWindow, observe
 from rankscope.analysis.verdicts.hang import find_hang
 from rankscope.analysis.verdicts.job_summary import summarize
+from rankscope.analysis.verdicts.long_steps import LongStepHistory
 from rankscope.analysis.verdicts.rules import HEALTHY, Damper, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
@@ -37,8 +38,11 @@ CLOCK_TOLERANCE_SECONDS = 0.25
 # A finding of captures stands until so many more could have come.
 CAPTURES_MISSED = 3
 IN_CAPTURES = " (in captured steps)"
-# Phases that only a cause needs. They are left out of the comparison, as every column costs a fleet time.
-ONLY_FOR_CAUSES = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
+# What only a cause or a stall needs is left out of the comparison, as every column costs a fleet time.
+ONLY_FOR_CAUSES = (
+    *("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds"),
+    *("long_ratio", "late_ratio"),
+)
 
 
 class CaptureWindows:
@@ -86,6 +90,7 @@ class JobDetector:
         self._recent = RecentWindows(policy)
         self._damper = Damper(policy)
         self._baseline = TransferBaseline()
+        self._long_steps = LongStepHistory()
         self._steps_seen = 0.0
         self._unmeasured = 0
         self._patience = policy.windows_kept  # for windows in which waiting was not measured
@@ -207,7 +212,7 @@ class JobDetector:
         skew = ready.window.clock_skew_seconds
         if skew is not None and skew > self._step_seconds + CLOCK_TOLERANCE_SECONDS:
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
-        return self._recent.decide(observe(ready, self._baseline, self._policy), self.verdict)
+        return self._recent.decide(observe(ready, self._baseline, self._long_steps, self._policy), self.verdict)
 
     def _judge_stacks(self, missing: str = "no step records") -> Verdict:
         return self._stacks.judge(list(self._raw), self._policy, missing)
@@ -218,7 +223,7 @@ class JobDetector:
             self._captures.add(ready.window, None)
         else:
             standing = self._captures.verdict or HEALTHY
-            verdict = self._recent.decide(observe(ready, self._baseline, self._policy), standing)
+            verdict = self._recent.decide(observe(ready, self._baseline, self._long_steps, self._policy), standing)
             reason = f"{verdict.reason.removesuffix(IN_CAPTURES)}{IN_CAPTURES}"
             self._captures.add(ready.window, replace(verdict, reason=reason, confidence=Confidence.LOW))
         return self._captures.settle(self._judge_stacks)

@@ -11,6 +11,7 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
 from rankscope.analysis.verdicts.job_summary import JobSummary
+from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
 from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
@@ -97,8 +98,8 @@ class Observation(NamedTuple):
     """The findings of one job in one window. A tuple, because it is cheap to create for every job at every tick."""
 
     columns: RankColumns
-    # Kept only where a rank stands out: the stacks of the others are not needed, and those of a large job would take
-    # gigabytes over the windows that are remembered.
+    # Kept only where a rank stands out or stalls: the stacks of the others are not needed, and those of a large job
+    # would take gigabytes over the windows that are remembered.
     window: JobWindow | None
     screen: Screen | None
     summary: JobSummary
@@ -110,16 +111,24 @@ class Observation(NamedTuple):
     stage_lingering: SlowStage | None
     transfer: SlowTransfer | None
     imbalance_impact_ratio: float | None
+    late: frozenset[int]  # in long steps
+    stalls: FoundStalls
+    is_together: bool  # the window has long steps of all ranks
 
 
-def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> Observation:
+def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStepHistory, policy: Policy) -> Observation:
     window, summary = ready.window, ready.summary
+    late = long_steps.add(
+        window.columns, summary.long_seconds, summary.step_seconds, is_contended(summary, policy), policy
+    )
     screen = outlier = imbalance = stage = lingering_stage = transfer = None
     any_outlier = summary.outliers > 0
     # Absurd times have outliers without a spread.
     if any_outlier or summary.widest_cohort_spread >= 1 + policy.hysteresis * (summary.rank_ratio - 1):
         screen = ready.screen
         outlier = screen.outlier
+    elif late:
+        screen = ready.screen
     if screen is not None and not any_outlier and summary.widest_cohort_spread >= summary.rank_ratio:
         outlier, screen, imbalance = _look_for_splits(window, screen, summary, policy)
         any_outlier = bool(outlier.any())
@@ -134,10 +143,12 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
     findings = (stage, transfer, imbalance)
     return Observation(
         window.columns,
-        window if any_outlier else None,
+        window if any_outlier or late or long_steps.found.together else None,
         screen,
         summary,
-        remarkable=any_outlier or any(f is not None for f in findings) or _concerns_everyone(summary, policy),
+        remarkable=any_outlier
+        or any(f is not None for f in (*findings, *long_steps.found))
+        or _concerns_everyone(summary, policy),
         outliers=frozenset(window.columns.rank[outlier].tolist()) if any_outlier else frozenset(),
         lingering=frozenset(window.columns.rank[screen.lingering].tolist()) if screen else frozenset(),
         impact_ratio=float(np.nanmax(screen.impact_ratio[outlier], initial=0.0)) if screen and any_outlier else 0.0,
@@ -145,6 +156,9 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
         stage_lingering=lingering_stage,
         transfer=transfer,
         imbalance_impact_ratio=imbalance,
+        late=late,
+        stalls=long_steps.found,
+        is_together=long_steps.is_together,
     )
 
 

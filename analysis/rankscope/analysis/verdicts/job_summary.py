@@ -34,6 +34,11 @@ class JobSummary(NamedTuple):
     rank_ratio: float  # the least ratio from which a rank of a cohort is slow
     stages_known: float  # 1 if every rank's pipeline stage is known
     last_stage: float
+    long_seconds: float
+
+    @property
+    def usual_step_seconds(self) -> float:
+        return self.step_seconds - self.long_seconds if self.long_seconds > 0 else self.step_seconds
 
 
 @np.errstate(all="ignore")
@@ -81,6 +86,7 @@ def summarize(columns: RankColumns, screen: Screen, job_count: int) -> list[JobS
             grouped_min(screen.rank_ratio, job, job_count),
             grouped_min(stage, job, job_count) >= 0,
             grouped_max(stage, job, job_count),
+            median(columns.long_seconds),
         ]
     )
     return [JobSummary(*row) for row in table.tolist()]

@@ -6,21 +6,34 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
+from enum import IntEnum
 
 import numpy as np
 
+from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, median_or_nan
-from rankscope.analysis.verdicts.causes import name_cause
+from rankscope.analysis.verdicts.causes import FRAMES_SHOWN, name_cause
 from rankscope.analysis.verdicts.findings import Observation
-from rankscope.analysis.verdicts.slow_rank import Screen
-from rankscope.analysis.verdicts.stack_profiles import StackHistory
+from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
+from rankscope.analysis.verdicts.stack_profiles import StackHistory, frames_in_excess, merge_profiles
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, milliseconds, percent, ranks
+from rankscope.analysis.verdicts.verdict import (
+    Cause,
+    Confidence,
+    Kind,
+    Severity,
+    Verdict,
+    milliseconds,
+    percent,
+    ranks,
+    source_line,
+)
 from rankscope.analysis.verdicts.window_merge import merge_evidence
-from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
+from rankscope.analysis.verdicts.windows import HOST_WAITING_PHASES, FrameSeen, JobWindow, RankColumns
 
 # A few dozen peers show what is usual; reading the stacks of all would take minutes in a large job.
 PEERS_ASKED = 64
+STALLED_RANKS_ASKED = 8
 CAUSE_KEPT_WINDOWS = 5
 USUAL_STEPS_KEPT = 30
 ALIKE = 0.7  # two estimates of one thing
@@ -35,6 +48,15 @@ UNEVEN = Verdict(
 CAUSE_CHANGES_AFTER = 2
 
 
+class Side(IntEnum):
+    """Of a comparison of stacks of a job that stalls."""
+
+    LATE = 0
+    IN_TIME = 1
+    TOGETHER = 2
+    MOVING = 3
+
+
 class RecentWindows:
     """What a job's last windows showed."""
 
@@ -45,6 +67,7 @@ class RecentWindows:
         self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
         self._cause_age = 0
         self._history = StackHistory()
+        self._stalled_stacks = StackHistory()  # by side
         self._other_causes = 0  # in a row
         self._unremarkable = 0  # windows since the last finding of any kind
 
@@ -52,12 +75,16 @@ class RecentWindows:
         """The verdict with one more window; `standing` is the one before it, for hysteresis."""
         self._recent.append(observation)
         self._before = standing
+        self._gather_stacks(observation)
         self._unremarkable = 0 if observation.remarkable else self._unremarkable + 1
         if not observation.remarkable and observation.summary.step_seconds > 0:
-            self._usual_steps.append(observation.summary.step_seconds)
+            self._usual_steps.append(observation.summary.usual_step_seconds)
         if self._unremarkable >= len(self._recent) and not standing.kind.is_finding:
             return self._nothing()
-        for rule in (self._slow_ranks, self._slow_stage, self._slow_communication, self._imbalance, self._input_bound):
+        for rule in (
+            *(self._slow_ranks, self._slow_stage, self._slow_communication),
+            *(self._imbalance, self._jitter, self._input_bound),
+        ):
             verdict = rule()
             if verdict is not None:
                 return verdict
@@ -66,7 +93,7 @@ class RecentWindows:
     def _nothing(self) -> Verdict:
         """A fault shows after so many windows: before that, its absence does not show either."""
         if len(self._recent) >= self._policy.windows_for_alarm:
-            return HEALTHY
+            return self._healthy()
         reason = f"{len(self._recent)} of {self._policy.windows_for_alarm} windows compared"
         return Verdict(Kind.INSUFFICIENT_DATA, reason)
 
@@ -86,6 +113,8 @@ class RecentWindows:
                 rank for observation in self._recent for rank in observation.outliers | observation.lingering
             )
             alarmed |= {r for r in self._before.culprits if lingering[r] >= self._policy.windows_for_warning}
+        stalls = self._recent[-1].stalls.of_ranks
+        alarmed.update(stalls.ranks if stalls is not None else ())
         warned = {rank for rank, count in seen.items() if count >= self._policy.windows_for_warning}
         culprits = tuple(sorted(alarmed or warned))
         if not culprits:
@@ -93,7 +122,12 @@ class RecentWindows:
         return self._slow_rank_verdict(culprits, Severity.ALARM if alarmed else Severity.WARNING)
 
     def _slow_rank_verdict(self, culprits: tuple[int, ...], severity: Severity) -> Verdict:
-        flagged = [observation for observation in self._recent if observation.outliers.intersection(culprits)]
+        stalls = self._recent[-1].stalls.of_ranks
+        if stalls is not None and not set(stalls.ranks) & set(culprits):
+            stalls = None
+        flagged = [
+            one for one in self._recent if (one.outliers | (one.late if stalls else set())).intersection(culprits)
+        ]
         if not flagged:
             return replace(self._before, severity=severity)
         last, screened = flagged[-1].window, flagged[-1].screen
@@ -102,12 +136,18 @@ class RecentWindows:
         rows = np.isin(columns.rank, culprits)
         cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
         # Not the mean: the fault began within one of the windows.
-        impact = self._against_the_past(float(np.median([o.impact_ratio for o in flagged])), columns)
+        usual_impacts = [o.impact_ratio for o in self._recent if o.outliers.intersection(culprits)]
+        impact = self._against_the_past(float(np.median(usual_impacts)), columns) if usual_impacts else 0.0
+        if stalls is not None:
+            impact += stalls.impact_ratio
+            cause = replace(cause, stalls=str(stalls))
         own, usual = median_or_nan(screened.compared_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last)
+        what = f"{milliseconds(own)} of own work a step against {milliseconds(usual)} of its peers"
+        if stalls is not None:
+            what = f"stalls {stalls}, while its peers wait for it"
         reason = (
-            f"{group or ranks(culprits)}: {milliseconds(own)} of own work a step against {milliseconds(usual)} of its "
-            f"peers; without that, {percent(impact)} of the job's time would come back"
+            f"{group or ranks(culprits)}: {what}; without that, {percent(impact)} of the job's time would come back"
         )
         return Verdict(
             Kind.SLOW_RANK, reason, severity, Confidence.HIGH, culprits, group=group, impact_ratio=impact, cause=cause
@@ -116,7 +156,7 @@ class RecentWindows:
     def _against_the_past(self, impact: float, columns: RankColumns) -> float:
         """A rank that is late hides some communication, and makes other communication slower. Where the job's past is
         known, and the rank's excess is about what the job has lost since, that loss is what would come back."""
-        step = median_or_nan(columns.step_seconds)
+        step = median_or_nan(columns.usual_step_seconds)
         if len(self._usual_steps) < self._policy.windows_for_alarm or not step > 0:
             return impact
         slowdown = 1 - float(np.median(self._usual_steps)) / step
@@ -143,6 +183,7 @@ class RecentWindows:
             self._history = StackHistory()
         if self._cause_age % period == 0 and not windows[-1].is_captured:  # so no window is counted twice
             self._history.add(stacks)
+        screened = with_stalls(screened, columns, self._policy)
         cause = name_cause(columns, screened, rows, stacks, self._policy, gpus, self._history)
         is_other = (cause.bound, cause.phase) != (before.cause.bound, before.cause.phase)
         self._other_causes = self._other_causes + 1 if same and is_other else 0
@@ -201,6 +242,54 @@ class RecentWindows:
         if len(found) < self._policy.windows_for_alarm and not self._standing(Kind.DATA_IMBALANCE):
             return None  # a fault of one rank looks like it while it begins
         return self._everyone(Kind.DATA_IMBALANCE, found, UNEVEN.reason, UNEVEN.cause)
+
+    def _jitter(self) -> Verdict | None:
+        stalls = self._recent[-1].stalls.in_turn
+        if stalls is None:
+            return None
+        everybody = len(self._recent[-1].columns)
+        evidence = f"{stalls.stalled_ranks} of {everybody} ranks stall in turn, one of them {stalls}"
+        reason = f"{evidence}; without that, {percent(stalls.impact_ratio)} of the job's time would come back"
+        cause = Cause("unknown", self._lines_of_stalls(Side.LATE, Side.IN_TIME), evidence, stalls=str(stalls))
+        if not cause.frames and self._standing(Kind.JITTER):
+            cause = replace(cause, frames=self._before.cause.frames)
+        return Verdict(Kind.JITTER, reason, Severity.ALARM, impact_ratio=stalls.impact_ratio, cause=cause)
+
+    def _gather_stacks(self, observation: Observation) -> None:
+        """Stacks of windows with stalls, and of others. Of a few ranks: reading stacks is most of what this costs."""
+        if observation.window is None or not any(observation.stalls):
+            return
+        evidence = observation.window.evidence()
+        late = sorted(observation.late)[:STALLED_RANKS_ASKED]
+        others = [rank for rank in observation.columns.rank.tolist() if rank not in observation.late]
+        sides = {Side.LATE: late, Side.IN_TIME: others[:STALLED_RANKS_ASKED]}
+        if observation.stalls.together is not None:
+            sides[Side.TOGETHER if observation.is_together else Side.MOVING] = others[:STALLED_RANKS_ASKED]
+        merged = {
+            side: merge_profiles(e.stacks for rank in asked if (e := evidence.get(rank)) and e.stacks is not None)
+            for side, asked in sides.items()
+        }
+        self._stalled_stacks.add({side: profile for side, profile in merged.items() if profile is not None})
+
+    def _lines_of_stalls(self, side: Side, other: Side) -> tuple[FrameSeen, ...]:
+        """The lines in which ranks are seen more on one side."""
+        here, there = (self._stalled_stacks.ranks.get(one) for one in (side, other))
+        if here is None or there is None:
+            return ()
+        on_device = bool(is_timed_on_device(self._recent[-1].columns).all())
+        found = frames_in_excess(here, [there], waiting=HOST_WAITING_PHASES if on_device else WAITING_PHASES)
+        lines = {frame[:3]: frame for frame in here.frames}
+        return tuple(lines[one.frame[:3]]._replace(share=one.share) for one in found[:FRAMES_SHOWN])
+
+    def _healthy(self) -> Verdict:
+        """Long steps of all ranks together are no fault of a rank, but may cost more than one."""
+        together = self._recent[-1].stalls.together
+        if together is None:
+            return HEALTHY
+        frames = self._lines_of_stalls(Side.TOGETHER, Side.MOVING)
+        lost = f"all ranks together stall {together}, {percent(together.impact_ratio)} of the time"
+        where = f", in {frames[0].phase} at {source_line(frames[0])} ({frames[0].function})" if frames else ""
+        return replace(HEALTHY, cause=Cause(frames[0].phase if frames else "unknown", frames, f"{lost}{where}"))
 
     def _input_bound(self) -> Verdict | None:
         shares = [o.summary.input_ratio for o in self._recent]

@@ -5,7 +5,7 @@ their thresholds (thresholds.py), and the step must get shorter by enough withou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from rankscope.analysis.stats.robust import (
     grouped_max,
     grouped_median,
     grouped_min,
+    median_or_nan,
     number_groups,
 )
 from rankscope.analysis.verdicts.thresholds import Policy
@@ -44,12 +45,17 @@ def busy_seconds(columns: RankColumns) -> Floats:
     return np.maximum(own - np.nan_to_num(columns.checkpoint_seconds), LEAST_WORK_RATIO * own)
 
 
+def queued_seconds(columns: RankColumns) -> Floats:
+    """For a CPU, in usual steps. How much of a stall was queueing is not known; all of it may be."""
+    return np.maximum(columns.starved_seconds - np.nan_to_num(columns.late_seconds), 0.0)
+
+
 def work_seconds(columns: RankColumns) -> Floats:
     """Self time without checkpoints and without queueing for a CPU: that is the machine's doing, spreads by chance over
     the ranks that share it, and hides what a rank itself does. A device does not queue: what its host does is hidden
     while the host is ahead."""
     busy = busy_seconds(columns)
-    queued = np.where(is_timed_on_device(columns), 0.0, np.nan_to_num(columns.starved_seconds))
+    queued = np.where(is_timed_on_device(columns), 0.0, np.nan_to_num(queued_seconds(columns)))
     return np.maximum(busy - queued, LEAST_WORK_RATIO * busy)
 
 
@@ -100,8 +106,8 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     noise = grouped_median(step_noise(columns), cohort, cohort_count)[cohort]
     work = _compare(work_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
     busy = _compare(busy_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
-    starving = grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
-    queued = np.nan_to_num(columns.starved_seconds - starving)
+    queued = queued_seconds(columns)
+    queued = np.nan_to_num(queued - grouped_median(queued, cohort, cohort_count)[cohort])
     excess = busy.values - busy.reference
     ahead = ahead_seconds(columns, cohort, cohort_count, policy)
     further_ahead = further_ahead_seconds(ahead, columns, cohort, cohort_count)
@@ -130,6 +136,20 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
         rank_ratio=rank_ratio,
         ahead_seconds=ahead,
         further_ahead_seconds=further_ahead,
+    )
+
+
+def with_stalls(screened: Screen, columns: RankColumns, policy: Policy) -> Screen:
+    """The comparison with what ranks lost in long steps, which a cause has to explain too."""
+    late = np.nan_to_num(columns.late_seconds)
+    compared = screened.compared_seconds + late
+    reference = screened.reference_seconds + median_or_nan(late)
+    queued = np.nan_to_num(columns.starved_seconds) >= policy.starved_share * (compared - reference)
+    return replace(
+        screened,
+        compared_seconds=compared,
+        reference_seconds=reference,
+        starved=screened.starved | (queued & (late > 0) & ~is_timed_on_device(columns)),
     )
 
 
@@ -189,7 +209,8 @@ def ahead_seconds(columns: RankColumns, cohort: Ints, cohort_count: int, policy:
 
 def further_ahead_seconds(ahead: Floats, columns: RankColumns, cohort: Ints, cohort_count: int) -> Floats:
     """How much further ahead a rank's host was than hosts of its cohort are without waiting; NaN where not known."""
-    usual = np.maximum(columns.run_ahead_seconds - waited_seconds(columns), 0.0)
+    in_stalls = np.nan_to_num(columns.long_seconds - columns.late_seconds)
+    usual = np.maximum(columns.run_ahead_seconds - waited_seconds(columns) - in_stalls, 0.0)
     known = np.bincount(cohort[~np.isnan(usual)], minlength=cohort_count)
     least = np.where(known >= 2, grouped_min(usual, cohort, cohort_count), np.nan)
     return ahead - least[cohort]

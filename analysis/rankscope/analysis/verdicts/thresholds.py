@@ -52,6 +52,15 @@ class Policy:
     imbalance_one_rank_share: float = threshold(
         0.5, "ratio", "A rank that holds this share of the waiting over a window is late; the data is not uneven."
     )
+    # Stalls: losses that sit in few steps.
+    stall_share: float = threshold(0.5, "ratio", "A rank stalls when it holds this share of what long steps lost.")
+    stalls_needed: int = threshold(3, "stalls", "A rank stalls after this many; in turn, ranks do after twice as many.")
+    jitter_impact_ratio: float = threshold(
+        0.05, "ratio", "Stalls that move from rank to rank are raised from this share of the job's time."
+    )
+    stall_note_ratio: float = threshold(
+        0.05, "ratio", "Long steps of all ranks together are mentioned from this share of the job's time."
+    )
     communication_ratio: float = threshold(1.5, "ratio", "Communication is slow from this ratio to the job's own past.")
     communication_impact_ratio: float = threshold(
         0.10, "ratio", "Communication is slow when it grew by this share of the step."

@@ -39,6 +39,11 @@ class Kind(str, Enum):
         "all ranks wait in turn: the work of a step is spread unevenly, differently in each step",
         "the data is uneven; no rank is to blame",
     )
+    JITTER = (
+        "jitter",
+        "ranks stall in turn, each in few steps: garbage collection, a page cache, neighbours of a machine",
+        "stalls move from rank to rank; no rank is to blame",
+    )
     SLOW_COMMUNICATION = (
         "slow_communication",
         "no rank is late, but communication takes longer than earlier in the same job",
@@ -88,6 +93,7 @@ class Cause:
     frames: tuple[FrameSeen, ...] = ()
     evidence: str = ""
     bound: str = ""  # HOST, DEVICE, or empty where it is not known
+    stalls: str = ""  # "in every 10th step for 600 ms"; empty where all steps are alike
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,13 @@ def headline(verdict: Verdict) -> str:
     who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
     what = verdict.kind.headline.format(who=who, are=plural, stage=verdict.stage, reason=verdict.reason)
+    if verdict.kind is Kind.HEALTHY and verdict.cause.evidence:
+        what += f"; {verdict.cause.evidence}"
+    if verdict.kind is Kind.JITTER:
+        what += _where(verdict.cause)
+    if verdict.kind is Kind.SLOW_RANK and verdict.cause.stalls:
+        stall = "stall" if plural == "are" else "stalls"
+        return f"{who} {stall} {verdict.cause.stalls}{_where(verdict.cause)}"
     if verdict.kind is Kind.HANG and who:
         what += f": {who} {_HUNG.get(verdict.cause.phase, 'never entered the collective').format(is_=plural)}"
     if verdict.kind in (Kind.SLOW_RANK, Kind.HANG) and verdict.culprits:
@@ -176,6 +189,17 @@ def because(verdict: Verdict) -> str:
     return f" in its {cause.phase} phase" if cause.phase != "unknown" else ""
 
 
+def _where(cause: Cause) -> str:
+    """Of a stall: `, in load (dataset.py:88)`"""
+    if cause.phase == "starved":
+        return ", starved of CPU"
+    if cause.bound == DEVICE or cause.phase == "throttled":
+        return ", on its GPU"
+    if cause.frames:
+        return f", in {cause.frames[0].function} ({source_line(cause.frames[0])})"
+    return f", in its {cause.phase} phase" if cause.phase not in ("unknown", "other") else ""
+
+
 def source_line(frame: FrameSeen) -> str:
     return f"{PurePath(frame.file).name}:{frame.line}"
 
@@ -183,6 +207,7 @@ def source_line(frame: FrameSeen) -> str:
 def evidence(verdict: Verdict) -> str:
     """Of the cause of a rank that is slow or hangs, where the headline does not have it."""
     is_in_headline = verdict.cause.phase == "throttled" or verdict.cause.bound == DEVICE
+    is_in_headline = is_in_headline and not verdict.cause.stalls
     return "" if is_in_headline or verdict.kind not in (Kind.SLOW_RANK, Kind.HANG) else verdict.cause.evidence
 
 

@@ -12,6 +12,7 @@ from rankscope.analysis.verdicts.stack_profiles import merge_profiles
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
 
 _KEYS = {"job", "rank", "stage", "place"}
+_ABSENT_IS_ZERO = {"long_seconds", "late_seconds", "long_ratio", "late_ratio"}
 
 
 def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
@@ -29,6 +30,8 @@ def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
             made[column.name] = getattr(aligned[-1], column.name)
             continue
         values = np.array([getattr(part, column.name) for part in aligned])
+        if column.name in _ABSENT_IS_ZERO:
+            values = np.nan_to_num(values)
         weights = np.where(np.isnan(values), 0.0, steps)
         total = weights.sum(axis=0)
         known = np.where(weights > 0, values, 0.0)

@@ -26,7 +26,10 @@ def step_phase(stack_phase: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankColumns:
-    """A row per rank; seconds are per step. NaN means that it was not measured."""
+    """A row per rank; seconds are per step. NaN means that it was not measured.
+
+    Self time, waiting, transfer and checkpoint are those of usual steps: what the few long steps took beyond them is
+    in `long_seconds`."""
 
     job: Ints
     rank: Ints
@@ -49,12 +52,20 @@ class RankColumns:
     host_seconds: Floats  # the host's time for a step; NaN where the step itself is timed by the host's clock
     run_ahead_seconds: Floats  # enqueued work that the device had yet to do, at the furthest point of a step
     mfu_ratio: Floats
+    long_seconds: Floats  # in steps of twice the usual length, beyond that
+    late_seconds: Floats  # of it, by this rank: neither waiting nor a checkpoint
+    long_ratio: Floats  # of the steps, that were long
+    late_ratio: Floats  # of the steps, that were long because of this rank
 
     def __len__(self) -> int:
         return len(self.rank)
 
     def take(self, rows: Ints | Bools | slice) -> RankColumns:
         return RankColumns(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @property
+    def usual_step_seconds(self) -> Floats:
+        return self.step_seconds - np.nan_to_num(self.long_seconds)
 
     def phase_seconds(self, phase: str) -> Floats:
         values: Floats = getattr(self, f"{phase}_seconds")

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from rankscope.common.text import printable
 from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
 from rankscope.daemon.procfs import RingSearch
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
-from rankscope.daemon.steps import ring_reader, step_columns
+from rankscope.daemon.steps import long_steps, ring_reader, step_columns
+from rankscope.daemon.steps.long_steps import Mask, RecentSteps
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RingError
 from rankscope.probe import ring_layout
@@ -48,6 +51,7 @@ class _Progress:
     last_step_ns: int | None = None  # on the process' monotonic clock
     groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
     nccl: NcclProgress = field(default_factory=NcclProgress)
+    recent: RecentSteps = field(default_factory=RecentSteps)
 
 
 class StepsCollector(Collector[StepSample]):
@@ -172,8 +176,15 @@ def _sample(
     else:
         lost = max(0, header.steps - progress.steps - int(records["steps"][good].sum()))
     kept = step_columns.newest(records, wanted)
-    nccl, nccl_progress = _nccl(process, header.owner_pid, progress, records[kept])
+    step_seconds = records["span_ns"][kept] * 1e-9 / records["steps"][kept]
+    is_long = long_steps.find_long(progress.recent, step_seconds)
+    nccl, nccl_progress = _nccl(process, header.owner_pid, progress, records[kept], is_long)
     rows = step_columns.columns(records, good, kept, nccl.seconds)
+    first_rows = np.cumsum(records["steps"][kept]) - records["steps"][kept]
+    wait_seconds = rows.wait_seconds[first_rows] if nccl.wait_seconds is None else nccl.wait_seconds
+    found_long = long_steps.sum_up(
+        is_long, progress.recent, step_seconds, wait_seconds, rows.checkpoint_seconds[first_rows]
+    )
     is_blind = bool(len(records)) and bool(records["flags"][-1] & ring_layout.FLAG_BLIND)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
     if nccl.groups:
@@ -200,9 +211,11 @@ def _sample(
         collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
         groups=groups if progress.next_sequence is not None else (),
         is_blind=is_blind,
+        long_steps=found_long,
     )
     return sample, replace(
         progress,
+        recent=progress.recent.followed_by(step_seconds, wait_seconds),
         next_sequence=header.records + (0 if held_back else 1),
         steps=header.steps - steps_held_back,
         last_step_ns=last_step_ns,
@@ -212,14 +225,14 @@ def _sample(
 
 
 def _nccl(
-    process: str, owner_pid: int, progress: _Progress, records: ring_reader.Records
+    process: str, owner_pid: int, progress: _Progress, records: ring_reader.Records, is_long: Mask
 ) -> tuple[NcclTimes, NcclProgress]:
     """What NCCL told of these steps. Memory that cannot be right is as none: the steps are known all the same."""
     descriptor = progress.facts.nccl_descriptor
     if descriptor is None:
         return NcclTimes(), progress.nccl
     try:
-        return read_nccl(f"{process}/fd/{descriptor}", owner_pid, progress.nccl, records)
+        return read_nccl(f"{process}/fd/{descriptor}", owner_pid, progress.nccl, records, is_long)
     except (OSError, RingError):
         return NcclTimes(), NcclProgress()
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from rankscope.analysis.verdicts.window_columns import LONGEST_SECONDS
 from rankscope.daemon.samples import GroupSpan
 from rankscope.daemon.steps import nccl_reader
+from rankscope.daemon.steps.long_steps import Mask, with_neighbours
 from rankscope.daemon.steps.nccl_reader import NcclRecords, Table
 from rankscope.daemon.steps.ring_reader import Records, RingError, open_memfd
 from rankscope.probe import nccl_layout, ring_layout
@@ -40,10 +41,13 @@ class NcclTimes:
     """Nothing where NCCL told nothing."""
 
     seconds: Seconds | None = None  # in collectives, per record of steps
+    wait_seconds: Seconds | None = None  # in collectives and messages
     groups: tuple[GroupSpan, ...] = ()
 
 
-def read_nccl(link: str, owner_pid: int, before: NcclProgress, steps: Records) -> tuple[NcclTimes, NcclProgress]:
+def read_nccl(
+    link: str, owner_pid: int, before: NcclProgress, steps: Records, is_long: Mask
+) -> tuple[NcclTimes, NcclProgress]:
     """The times of these steps, from the memory behind a link in /proc. Raises OSError or RingError if that cannot be
     read or cannot be right."""
     fd = open_memfd(link)
@@ -61,13 +65,13 @@ def read_nccl(link: str, owner_pid: int, before: NcclProgress, steps: Records) -
         records = nccl_reader.read_records(fd, before.read, memory.written)
     finally:
         os.close(fd)
-    return times(records, memory.communicators, before, steps)
+    return times(records, memory.communicators, before, steps, is_long)
 
 
 def times(
-    records: NcclRecords, communicators: Table, before: NcclProgress, steps: Records
+    records: NcclRecords, communicators: Table, before: NcclProgress, steps: Records, is_long: Mask
 ) -> tuple[NcclTimes, NcclProgress]:
-    """Of the steps of which all operations are known."""
+    """Of the steps of which all operations are known; by communicator, of those that are not long."""
     ends = np.maximum.accumulate(steps["end_ns"])
     known = (steps["flags"] & ring_layout.FLAG_NCCL) != 0
     found = operations(records.table, communicators)
@@ -80,10 +84,14 @@ def times(
         return NcclTimes(), progress
     # Where some were overwritten, those that are left stand for all.
     share = len(records.table) / (len(records.table) + records.overwritten)
-    groups = group_spans(found, communicators, steps, known, share)
     if records.overwritten:
-        return NcclTimes(None, groups), progress
-    return NcclTimes(np.where(known, seconds_by_step(found.take(~found.is_message), ends), np.nan), groups), progress
+        return NcclTimes(groups=group_spans(found, communicators, steps, known, share)), progress
+    usual = known & ~with_neighbours(is_long)
+    groups = group_spans(found, communicators, steps, usual if usual.any() else known & ~is_long, share)
+    in_collectives, waited = (
+        np.where(known, seconds_by_step(some, ends), np.nan) for some in (found.take(~found.is_message), found)
+    )
+    return NcclTimes(in_collectives, waited, groups), progress
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ def group_spans(
     the operations in the `known` steps is there."""
     ends = np.maximum.accumulate(steps["end_ns"])
     count = int(steps["steps"][known].sum())
+    if not count:
+        return ()
     step_seconds = float(steps["span_ns"][known].sum()) * 1e-9 / count
     spans: list[tuple[int, GroupSpan]] = []
     kinds = {ring_layout.GROUP_NCCL: ~found.is_message, ring_layout.GROUP_POINT_TO_POINT: found.is_message}

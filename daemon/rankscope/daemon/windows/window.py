@@ -33,6 +33,7 @@ from rankscope.v1.window_pb2 import (
     FrameShare,
     GpuUsage,
     GroupSpan,
+    LongSteps,
     Memory,
     ProcessUsage,
     RankWindow,
@@ -254,6 +255,9 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
         names.append("other_seconds")
     window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
     window.wait_source = _wait_source(window, sample)
+    if sample.long_steps is not None:
+        window.long_steps.CopyFrom(LongSteps(**vars(sample.long_steps)))
+        names.append("long_steps")
     if sample.facts.nccl_cost_ratio is not None:
         window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
         names.append("nccl_cost_ratio")
@@ -399,7 +403,25 @@ def _column_values(window: RankWindow) -> dict[str, float]:
         row["self_steps"] = float(max(group.samples for group in window.groups))
     for number, group in enumerate(window.groups[:GROUPS]):
         row |= {f"group{number}_{name}": float(getattr(group, name)) for name in GROUP_FIGURES}
+    _set_long_steps_apart(row, window)
     return row | _shown_values(window)
+
+
+def _set_long_steps_apart(row: dict[str, float], window: RankWindow) -> None:
+    """What long steps took beyond the usual has figures of its own. The others, but for the step time and its phases,
+    are those of usual steps."""
+    long = window.long_steps
+    if not long.steps or not window.steps:
+        return
+    by_itself = max(long.seconds - long.waited_seconds, 0.0)
+    row["long_seconds"] = long.seconds / window.steps
+    row["late_seconds"] = max(by_itself - long.checkpoint_seconds, 0.0) / window.steps
+    row["long_ratio"] = long.steps / window.steps
+    row["late_ratio"] = long.late_steps / window.steps
+    beyond = {"self": by_itself, "wait": long.waited_seconds, "checkpoint": long.checkpoint_seconds}
+    for name, seconds in beyond.items():
+        if f"{name}_seconds" in row:
+            row[f"{name}_seconds"] = max(row[f"{name}_seconds"] - seconds / window.steps, 0.0)
 
 
 def _shown_values(window: RankWindow) -> dict[str, float]:

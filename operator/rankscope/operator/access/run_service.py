@@ -144,5 +144,6 @@ def _verdict(said: RunVerdict) -> Verdict:
             frames,
             "" if said.evidence is UNSET else said.evidence,
             "" if said.bound is UNSET else said.bound,
+            "" if said.stalls is UNSET else said.stalls,
         ),
     )

@@ -29,10 +29,10 @@ from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import window_pb2
 
 # Rows of the table of figures.
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _LONG, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
     FIGURES.index,
     (
-        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host")),
+        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "long")),
         *("steps_total", "last_step_unix_seconds", "is_captured", f"group0_{GROUP_FIGURES[0]}"),
     ),
 )
@@ -112,7 +112,8 @@ def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
         return
     # By group, figure and rank.
     groups = figures[_GROUP:, timed].reshape(GROUPS, len(GROUP_FIGURES), len(timed))
-    waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], figures[_STEP, timed])
+    usual_steps = np.maximum(figures[_STEP, timed] - np.nan_to_num(figures[_LONG, timed]), 0.0)
+    waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], usual_steps)
     found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
     figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
 

@@ -192,7 +192,10 @@ def _compared(columns: RankColumns) -> dict[int, tuple[float, float]]:
     known = ~np.isnan(columns.host_seconds) & ~np.isnan(columns.self_seconds)
     if not known.any():
         return {}
-    pairs = zip(columns.self_seconds[known].tolist(), columns.wait_seconds[known].tolist(), strict=True)
+    # With what long steps took: people expect the parts of a step to add up.
+    late, long = np.nan_to_num(columns.late_seconds[known]), np.nan_to_num(columns.long_seconds[known])
+    own, waited = columns.self_seconds[known] + late, columns.wait_seconds[known] + np.maximum(long - late, 0.0)
+    pairs = zip(own.tolist(), waited.tolist(), strict=True)
     return dict(zip(columns.rank[known].tolist(), pairs, strict=True))
 
 

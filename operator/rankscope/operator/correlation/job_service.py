@@ -86,7 +86,8 @@ def _cause(cause: Cause) -> job_service_pb2.Cause:
         )
         for f in cause.frames
     ]
-    return job_service_pb2.Cause(phase=cause.phase, frames=frames, evidence=cause.evidence, bound=cause.bound)
+    texts = {name: getattr(cause, name) for name in ("phase", "evidence", "bound", "stalls")}
+    return job_service_pb2.Cause(frames=frames, **texts)
 
 
 def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
@@ -105,7 +106,7 @@ def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
         group=message.group,
         impact_ratio=message.impact_ratio if message.HasField("impact_ratio") else None,
         lost_gpu_seconds=message.lost_gpu_seconds if message.HasField("lost_gpu_seconds") else None,
-        cause=Cause(message.cause.phase, frames, message.cause.evidence, message.cause.bound),
+        cause=Cause(message.cause.phase, frames, message.cause.evidence, message.cause.bound, message.cause.stalls),
     )
 
 

@@ -80,6 +80,10 @@ class RunVerdict(Struct, rename="camel", kw_only=True):
     bound: (
         Annotated[str, Meta(max_length=16, description="host or device, where steps are timed on a GPU")] | UnsetType
     ) = UNSET
+    stalls: (
+        Annotated[str, Meta(max_length=64, description="How often and how long, where the loss sits in few steps.")]
+        | UnsetType
+    ) = UNSET
     source: Annotated[str, Meta(max_length=512, description="file:line (function)")] | UnsetType = UNSET
     evidence: Text | UnsetType = UNSET
     impact_ratio: float | UnsetType = UNSET

@@ -98,6 +98,7 @@ def _run_verdict(state: JobState) -> RunVerdict:
         group=verdict.group[:TEXT_CHARACTERS] or UNSET,
         phase=verdict.cause.phase if verdict.kind.is_finding else UNSET,
         bound=verdict.cause.bound or UNSET,
+        stalls=verdict.cause.stalls[:64] or UNSET,
         source=f"{frames[0].file}:{frames[0].line} ({frames[0].function})"[:512] if frames else UNSET,
         evidence=verdict.cause.evidence[:TEXT_CHARACTERS] or UNSET,
         impact_ratio=_rounded(verdict.impact_ratio),

@@ -16,6 +16,7 @@ from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.traces.joins.self_time import StepTimes
 from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
 from rankscope.analysis.verdicts.job_summary import summarize
+from rankscope.analysis.verdicts.long_steps import LongStepHistory
 from rankscope.analysis.verdicts.rules import HEALTHY, UNEVEN, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
@@ -51,14 +52,14 @@ def judge_steps(
     needed = max(2, ceil(count * policy.windows_for_alarm / policy.windows_kept))
     policy = replace(policy, windows_kept=count, windows_for_alarm=needed, windows_for_warning=needed)
     spread = _spread(times)
-    recent, baseline = RecentWindows(policy), TransferBaseline()
+    recent, baseline, long_steps = RecentWindows(policy), TransferBaseline(), LongStepHistory()
 
     def ready(steps: slice) -> ReadyWindow:
         return _ready(_columns(times, steps, spread, stage_of or {}), world_size, policy)
 
     verdict = HEALTHY
     for step in range(count):
-        verdict = recent.decide(observe(ready(slice(step, step + 1)), baseline, policy), HEALTHY)
+        verdict = recent.decide(observe(ready(slice(step, step + 1)), baseline, long_steps, policy), HEALTHY)
     if verdict.kind is Kind.HEALTHY and count >= STEPS_FOR_IMBALANCE:
         # All steps together: in each of them some rank may stand out, another one each time.
         impact = imbalance_impact(ready(slice(None)).summary, policy)

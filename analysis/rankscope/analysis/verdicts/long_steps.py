@@ -1,0 +1,271 @@
+"""Stalls: a loss that sits in few steps. A rank that is late in every hundredth step is no outlier in most windows, and
+where the late rank is another one each time, one is an outlier in every window by chance. So what ranks cost in long
+steps is summed over minutes, and a rank is named when chance does not explain its share.
+
+What a long step took beyond the usual is L on every rank. One rank that was late has L of it by itself, and the others,
+which waited for it, have nothing. If all ranks were late together, each has L."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from math import ceil, exp, lgamma, log, log1p
+from typing import NamedTuple
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
+from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.windows import RankColumns
+
+# Windows that stalls are summed over: ten minutes of short ones.
+WINDOWS_KEPT = 300
+# Late by less of what a window lost is noise of the clocks.
+LEAST_SHARE = 0.05
+# Stalls have ended when none came for so many of the usual gaps between two of them.
+GAPS_WAITED = 3.0
+# Between the two chances it is not known yet whether one rank stalls or all in turn.
+CHANCE_OF_ONE = 0.005
+CHANCE_OF_ALL = 0.1
+# How often and how long are estimates.
+ROUNDED_BY = 0.05
+
+
+@dataclass(frozen=True)
+class Stalls:
+    impact_ratio: float  # of the job's time
+    every_steps: float
+    seconds: float  # of one
+    ranks: tuple[int, ...] = ()  # that are to blame
+    stalled_ranks: int = 0
+
+    def __str__(self) -> str:
+        every = _rounded(self.every_steps)
+        often = f"every {_ordinal(every)} step" if every > 1 else "every step"
+        return f"in {often} for {_duration(self.seconds)}"
+
+
+def _rounded(number: float) -> int:
+    """To tens from 20 on, to hundreds from 200 on, where that changes little."""
+    for unit in (1000, 100, 10):
+        near = round(number / unit) * unit
+        if number >= 2 * unit - unit / 4 and abs(near - number) <= ROUNDED_BY * number:
+            return near
+    return round(number)
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{ending}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 0.95 else f"{_rounded(seconds * 1000)} ms"
+
+
+class FoundStalls(NamedTuple):
+    of_ranks: Stalls | None = None  # of ranks that are late so often that it is no chance
+    in_turn: Stalls | None = None  # of no rank in particular
+    together: Stalls | None = None  # of all ranks in the same steps, as in a checkpoint or an evaluation
+
+
+class _Window(NamedTuple):
+    seconds: float
+    steps: float
+    windows: int = 1  # that were put together: nothing was lost in them
+    lost_seconds: float = 0.0
+    lost_by_some_seconds: float = 0.0  # of it, by ranks that were late when others were not
+    lost_steps: float = 0.0
+    is_contended: bool = False
+    # Of these ranks.
+    ranks: Ints = np.empty(0, dtype=np.int64)
+    late_seconds: Floats = np.empty(0)
+    late_steps: Floats = np.empty(0)
+    starved_seconds: Floats = np.empty(0)
+
+    @property
+    def lost_by_all_seconds(self) -> float:
+        return self.lost_seconds - self.lost_by_some_seconds
+
+
+class LongStepHistory:
+    """The long steps of a job's last windows, and what they show."""
+
+    def __init__(self) -> None:
+        self.found = FoundStalls()
+        self.is_together = False  # the last window has long steps of all ranks
+        self._windows: deque[_Window] = deque()
+        self._count = 0
+
+    def add(
+        self, columns: RankColumns, long_seconds: float, step_seconds: float, is_contended: bool, policy: Policy
+    ) -> frozenset[int]:
+        """The ranks that were late in this window. `long_seconds` and `step_seconds`: of the typical rank."""
+        steps = float(np.fmax.reduce(columns.steps, initial=0.0))
+        if not (steps > 0 and step_seconds > 0):
+            return frozenset()
+        window = _Window(step_seconds * steps, steps, is_contended=is_contended)
+        if long_seconds > 0:
+            window = _attribute(window, columns, min(long_seconds, step_seconds) * steps)
+        elif self._windows and not self._windows[-1].lost_seconds:
+            last = self._windows.pop()
+            window = _Window(window.seconds + last.seconds, steps + last.steps, last.windows + 1)
+        self._windows.append(window)
+        self._count += 1
+        while self._count > WINDOWS_KEPT and len(self._windows) > 1:
+            self._count -= self._windows.popleft().windows
+        self.is_together = window.lost_by_all_seconds >= policy.stall_share * window.lost_seconds > 0
+        # Most windows of most jobs have no long step, and then there is nothing new.
+        if window.lost_seconds or any(self.found):
+            self.found = _find(list(self._windows), len(columns), policy)
+        return frozenset(window.ranks.tolist())
+
+
+def _find(windows: list[_Window], ranks: int, policy: Policy) -> FoundStalls:
+    return FoundStalls(
+        _of_ranks(windows, ranks, policy),
+        _in_turn([window for window in windows if not window.is_contended], ranks, policy),
+        _together(windows, ranks, policy),
+    )
+
+
+def _of_ranks(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | None:
+    late, lost = _late_ranks(windows), _lost_by_some(windows)
+    named = [
+        place
+        for place in np.flatnonzero(late.seconds >= policy.stall_share * lost).tolist()
+        if late.windows[place] >= policy.windows_for_alarm
+        and late.steps[place] >= policy.stalls_needed
+        and late.chance(place, lost, ranks) <= CHANCE_OF_ONE
+    ]
+    if not named:
+        return None
+    culprits = late.ranks[named]
+    found = _sum_up(windows, [np.isin(window.ranks, culprits) for window in windows], policy)
+    if found is None:
+        return None
+    # Ranks that share a busy CPU take turns in being late: queueing names a rank only when it dominates.
+    is_queued = late.starved_seconds[named].max() >= policy.starved_share * late.seconds[named].max()
+    if is_queued and found.impact_ratio < 1 - 1 / policy.starved_rank_ratio:
+        return None
+    return replace(found, ranks=tuple(culprits.tolist()))
+
+
+def _in_turn(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | None:
+    late, lost = _late_ranks(windows), _lost_by_some(windows)
+    if late.steps.sum() < 2 * policy.stalls_needed:
+        return None
+    most = int(np.argmax(late.seconds))
+    if late.seconds[most] >= policy.stall_share * lost and late.chance(most, lost, ranks) < CHANCE_OF_ALL:
+        return None
+    found = _sum_up(windows, [np.full(len(window.ranks), True) for window in windows], policy)
+    if found is None or found.impact_ratio < policy.jitter_impact_ratio:
+        return None
+    return replace(found, stalled_ranks=len(late.ranks))
+
+
+def _together(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | None:
+    hits = [
+        place
+        for place, window in enumerate(windows)
+        if window.lost_by_all_seconds >= policy.stall_share * window.lost_seconds > 0
+    ]
+    span = _between(windows, hits, policy, policy.windows_for_warning)
+    lost = sum(window.lost_by_all_seconds for window in span)
+    steps = sum(
+        window.lost_steps * window.lost_by_all_seconds / window.lost_seconds for window in span if window.lost_seconds
+    )
+    if not (lost > 0 and steps > 0):
+        return None
+    seconds = sum(window.seconds for window in span)
+    found = Stalls(lost / seconds, sum(window.steps for window in span) / steps, lost / steps, stalled_ranks=ranks)
+    return found if found.impact_ratio >= policy.stall_note_ratio else None
+
+
+def _sum_up(windows: list[_Window], of: list[Bools], policy: Policy) -> Stalls | None:
+    """Of some of the ranks that were late in each window. The loss of a window is at most what it lost, also where
+    several of them were late together."""
+    span = _between(windows, [place for place, some in enumerate(of) if some.any()], policy, policy.windows_for_alarm)
+    if not span:
+        return None
+    lost = steps = 0.0
+    for window, some in zip(windows, of, strict=True):
+        if some.any() and any(window is one for one in span):
+            held = float(window.late_seconds[some].sum())
+            share = min(1.0, window.lost_by_some_seconds / held)
+            lost, steps = lost + share * held, steps + share * float(window.late_steps[some].sum())
+    if not steps > 0:
+        return None
+    seconds = sum(window.seconds for window in span)
+    return Stalls(lost / seconds, sum(window.steps for window in span) / steps, lost / steps)
+
+
+def _between(windows: list[_Window], hits: list[int], policy: Policy, needed: int) -> list[_Window]:
+    """The windows after the first hit, up to the last one: as many stalls as gaps between them. None if there are too
+    few, or if they have ended."""
+    if len(hits) < needed:
+        return []
+    span = windows[hits[0] + 1 : hits[-1] + 1]
+    usual_gap = sum(window.windows for window in span) / (len(hits) - 1)
+    since = sum(window.windows for window in windows[hits[-1] + 1 :])
+    return span if since <= max(policy.windows_kept, GAPS_WAITED * usual_gap) else []
+
+
+def _lost_by_some(windows: list[_Window]) -> float:
+    return sum(window.lost_by_some_seconds for window in windows)
+
+
+class _LateRanks(NamedTuple):
+    ranks: Ints
+    seconds: Floats
+    steps: Floats
+    starved_seconds: Floats
+    windows: Ints
+
+    def chance(self, place: int, lost_seconds: float, ranks: int) -> float:
+        """That any of the ranks is late as often as this one, if each stall may be of any rank."""
+        seen = int(self.steps[place])
+        stalls = max(ceil(self.steps[place] * lost_seconds / self.seconds[place]), seen)
+        if ranks < 2:
+            return 1.0
+        logs = [
+            lgamma(stalls + 1)
+            - lgamma(n + 1)
+            - lgamma(stalls - n + 1)
+            - n * log(ranks)
+            + (stalls - n) * log1p(-1 / ranks)
+            for n in range(seen, stalls + 1)
+        ]
+        return min(1.0, ranks * sum(map(exp, logs)))
+
+
+def _late_ranks(windows: list[_Window]) -> _LateRanks:
+    names = ("ranks", "late_seconds", "late_steps", "starved_seconds")
+    of, *figures = (np.concatenate([np.empty(0), *(getattr(window, name) for window in windows)]) for name in names)
+    ranks, place = np.unique(of.astype(np.int64), return_inverse=True)
+    sums = [np.bincount(place, weights=figure, minlength=len(ranks)) for figure in figures]
+    return _LateRanks(ranks, *sums, np.bincount(place, minlength=len(ranks)))
+
+
+def _attribute(window: _Window, columns: RankColumns, lost_seconds: float) -> _Window:
+    steps = np.nan_to_num(columns.steps)
+    late = np.clip(np.nan_to_num(columns.late_seconds) * steps, 0.0, lost_seconds)
+    # Of a step that is long because of one rank the sum is L, and of one that is long because of all ranks, as many L.
+    ranks = len(late)
+    common = max(float(late.sum()) - lost_seconds, 0.0) / (ranks - 1) if ranks > 1 else lost_seconds
+    common = min(common, float(late.min()))
+    own = late - common
+    lost_steps, counted = (
+        np.clip(np.nan_to_num(ratio), 0.0, 1.0) * steps for ratio in (columns.long_ratio, columns.late_ratio)
+    )
+    is_late = (own > LEAST_SHARE * lost_seconds) & (counted > 0)
+    share = own[is_late] / late[is_late]
+    return window._replace(
+        lost_seconds=lost_seconds,
+        lost_by_some_seconds=min(float(own[is_late].sum()), lost_seconds - common),
+        lost_steps=median_or_nan(lost_steps),
+        ranks=columns.rank[is_late],
+        late_seconds=own[is_late],
+        late_steps=counted[is_late] * share,
+        starved_seconds=(np.nan_to_num(columns.starved_seconds) * steps)[is_late],
+    )

@@ -1,0 +1,96 @@
+"""Long steps: the few of a rank that took at least twice as long as usual, and what of that it spent waiting.
+
+All other figures of a window that are compared among ranks describe its usual steps: a median does not see a loss that
+sits in few steps, and a mean mixes the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.daemon.samples import Column, LongSteps
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+LONG_RATIO = 2.0
+# Steps of a few milliseconds vary by as much.
+LEAST_EXCESS_SECONDS = 0.010
+# A window with fewer steps is compared together with those before it.
+STEPS_COMPARED = 64
+STEPS_NEEDED = 16
+# Where more steps are long, that is how the job runs.
+MOST_LONG_RATIO = 0.2
+# A rank that holds this share of what a step took beyond the usual is the one that is late in it.
+LATE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class RecentSteps:
+    """The last steps of a rank before a window."""
+
+    step_seconds: Column = field(default_factory=lambda: np.empty(0))
+    wait_seconds: Column = field(default_factory=lambda: np.empty(0))
+
+    def followed_by(self, step_seconds: Column, wait_seconds: Column) -> RecentSteps:
+        both = np.append(self.step_seconds, step_seconds), np.append(self.wait_seconds, wait_seconds)
+        return RecentSteps(*(column[-STEPS_COMPARED:].copy() for column in both))
+
+
+def find_long(before: RecentSteps, step_seconds: Column) -> Mask:
+    """Which steps of a window are long."""
+    compared = np.append(before.step_seconds, step_seconds)[-max(STEPS_COMPARED, len(step_seconds)) :]
+    if len(compared) < STEPS_NEEDED:
+        return np.zeros(len(step_seconds), dtype=bool)
+    usual = float(np.median(compared))
+    needed = max(LONG_RATIO * usual, usual + LEAST_EXCESS_SECONDS)
+    is_rare = bool((compared > needed).mean() <= MOST_LONG_RATIO)
+    return (step_seconds > needed) & is_rare
+
+
+def with_neighbours(steps: Mask) -> Mask:
+    """A wait may end in the step before or after the one that it belongs to."""
+    near = steps.copy()
+    near[1:] |= steps[:-1]
+    near[:-1] |= steps[1:]
+    return near
+
+
+def sum_up(
+    is_long: Mask, before: RecentSteps, step_seconds: Column, wait_seconds: Column, checkpoint_seconds: Column
+) -> LongSteps | None:
+    """None where it is not known what ranks waited in them."""
+    is_known = is_long & ~np.isnan(wait_seconds)
+    if not is_long.any():
+        return LongSteps()
+    if not is_known.any():
+        return None
+    usual_step, usual_wait = _usual(is_long, before, step_seconds, wait_seconds)
+    more_waiting = np.nan_to_num(np.maximum(wait_seconds - usual_wait, 0.0))
+    near = more_waiting.copy()
+    near[1:] += more_waiting[:-1]
+    near[:-1] += more_waiting[1:]
+    excess = np.maximum(step_seconds - usual_step, 0.0)
+    waited = np.minimum(near, excess)
+    saved = np.minimum(np.nan_to_num(checkpoint_seconds), excess - waited)
+    is_late = excess - waited - saved >= LATE_SHARE * excess
+    total, known = float(excess[is_long].sum()), float(excess[is_known].sum())
+    # Those in which waiting was not measured are as the others.
+    scale = total / known if known > 0 else 0.0
+    return LongSteps(
+        steps=int(is_long.sum()),
+        seconds=total,
+        waited_seconds=float(waited[is_known].sum()) * scale,
+        checkpoint_seconds=float(saved[is_known].sum()) * scale,
+        late_steps=min(round(int((is_late & is_known).sum()) * scale), int(is_long.sum())),
+    )
+
+
+def _usual(is_long: Mask, before: RecentSteps, step_seconds: Column, wait_seconds: Column) -> tuple[float, float]:
+    """Medians of the other steps."""
+    far = ~with_neighbours(is_long)
+    steps, waits = np.append(before.step_seconds, step_seconds[far]), np.append(before.wait_seconds, wait_seconds[far])
+    waits = waits[~np.isnan(waits)]
+    return float(np.median(steps)) if len(steps) else 0.0, float(np.median(waits)) if len(waits) else 0.0

@@ -1,0 +1,124 @@
+"""A loss that sits in few steps: one rank often, one rank rarely, another one each time, all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from rankscope.analysis.verdicts.verdict import Kind, Severity, headline
+from rankscope.analysis.verdicts.windows import FrameSeen, RankEvidence, StackProfile
+from tests.unit.analysis.stalling_job import ALL, StallingJob, Stalls, watch
+
+SIZES = pytest.mark.parametrize("ranks", [4, 64, 4096])
+
+
+def one_rank(rank: int, every: int, seconds: float) -> Stalls:
+    return lambda step, random: {rank: seconds} if step % every == 0 else {}
+
+
+def another_rank(ranks: int, share: float, seconds: float) -> Stalls:
+    return lambda step, random: {int(random.integers(ranks)): seconds} if random.random() < share else {}
+
+
+def together(every: int, seconds: float) -> Stalls:
+    return one_rank(ALL, every, seconds)
+
+
+@SIZES
+def test_stalls_of_one_rank_in_every_tenth_step(ranks: int) -> None:
+    verdicts = watch(StallingJob(one_rank(2, 10, 0.6), ranks), 20)
+    assert {verdict.culprits for verdict in verdicts if verdict.kind.is_finding} == {(2,)}
+    last = verdicts[-1]
+    assert (last.kind, last.severity) == (Kind.SLOW_RANK, Severity.ALARM)
+    assert last.impact_ratio == pytest.approx(0.6 / (0.6 + 10 * 0.022), abs=0.03)
+    assert headline(last) == "rank 2 stalls in every 10th step for 600 ms"
+    assert next(n for n, verdict in enumerate(verdicts) if verdict.is_alarm) <= 5
+
+
+@SIZES
+def test_rare_stalls_of_one_rank(ranks: int) -> None:
+    verdicts = watch(StallingJob(one_rank(2, 100, 3.0), ranks), 30)
+    assert {verdict.culprits for verdict in verdicts if verdict.kind.is_finding} == {(2,)}
+    assert headline(verdicts[-1]) == "rank 2 stalls in every 100th step for 3.0 s"
+    assert verdicts[-1].impact_ratio == pytest.approx(3 / (3 + 100 * 0.022), abs=0.03)
+
+
+@SIZES
+@pytest.mark.parametrize("seed", range(4))
+def test_stalls_that_move_name_no_rank(ranks: int, seed: int) -> None:
+    verdicts = watch(StallingJob(another_rank(ranks, 0.05, 0.2), ranks), 40, seed)
+    assert all(verdict.culprits == () for verdict in verdicts)
+    last = verdicts[-1]
+    assert (last.kind, last.severity) == (Kind.JITTER, Severity.ALARM)
+    assert last.impact_ratio == pytest.approx(0.01 / (0.01 + 0.022), abs=0.06)
+    assert headline(last) == "stalls move from rank to rank; no rank is to blame"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stalls_that_move_between_two_ranks(seed: int) -> None:
+    verdicts = watch(StallingJob(another_rank(2, 0.05, 0.2), 2), 40, seed)
+    assert all(verdict.culprits == () for verdict in verdicts)
+    assert verdicts[-1].kind is Kind.JITTER
+
+
+@SIZES
+def test_stalls_of_all_ranks_together_are_only_mentioned(ranks: int) -> None:
+    verdicts = watch(StallingJob(together(50, 1.0), ranks), 30)
+    assert not any(verdict.kind.is_finding for verdict in verdicts)
+    said = headline(verdicts[-1])
+    assert said.startswith("healthy; all ranks together stall in every 50th step for 1.0 s, 4")
+
+
+def test_a_checkpoint_of_one_rank_is_no_stall_of_it() -> None:
+    job = StallingJob(one_rank(0, 100, 1.0), are_checkpoints=True)
+    verdicts = watch(job, 40)
+    assert not any(verdict.kind.is_finding for verdict in verdicts)
+    assert "together stall in every 100th step for 1.0 s" in headline(verdicts[-1])
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_healthy_job_may_stall_now_and_then(ranks: int, seed: int) -> None:
+    verdicts = watch(StallingJob(another_rank(ranks, 0.002, 0.1), ranks), 60, seed)
+    assert not any(verdict.kind.is_finding for verdict in verdicts)
+    assert headline(verdicts[-1]) == "healthy"
+
+
+def test_a_finding_ends_some_gaps_after_the_last_stall() -> None:
+    verdicts = watch(StallingJob(lambda step, random: {2: 0.6} if step % 10 == 0 and step < 400 else {}), 40)
+    assert verdicts[15].culprits == (2,)
+    assert verdicts[-1].kind is Kind.HEALTHY
+
+
+def test_a_rank_that_stalls_is_named_beside_others_that_stall_little() -> None:
+    def stalls(step: int, random: np.random.Generator) -> Mapping[int, float]:
+        if step % 20 == 0:
+            return {2: 0.4}
+        return {int(random.integers(8)): 0.03} if random.random() < 0.03 else {}
+
+    verdicts = watch(StallingJob(stalls, 8), 30)
+    assert {verdict.culprits for verdict in verdicts if verdict.kind.is_finding} == {(2,)}
+
+
+def test_two_ranks_that_stall_together_are_both_named() -> None:
+    verdicts = watch(StallingJob(lambda step, random: {4: 0.5, 5: 0.5} if step % 20 == 0 else {}, 8), 20)
+    assert verdicts[-1].culprits == (4, 5)
+    assert verdicts[-1].impact_ratio == pytest.approx(0.5 / (0.5 + 20 * 0.022), abs=0.03)
+
+
+def profile(**lines: float) -> StackProfile:
+    frames = tuple(FrameSeen(name, f"/job/{name}.py", 7, share, share, "other") for name, share in lines.items())
+    return StackProfile(100, {"other": 1.0}, frames, 2.0)
+
+
+def test_the_function_that_stalls_share_is_named() -> None:
+    def evidence(late: frozenset[int]) -> Mapping[int, RankEvidence]:
+        return {
+            rank: RankEvidence(profile(train=1.0, collect=0.2) if rank in late else profile(train=1.0))
+            for rank in range(4)
+        }
+
+    last = watch(StallingJob(another_rank(4, 0.05, 0.2), evidence=evidence), 40)[-1]
+    assert headline(last) == "stalls move from rank to rank; no rank is to blame, in collect (collect.py:7)"
