@@ -2,13 +2,14 @@
 
     python3 verdict_job.py --framework fsdp2 --fault gpu --folder FOLDER [--rank 2] [--milliseconds 60]
 
-The loop never synchronises by itself: on a GPU the host runs ahead of the device as far as the framework lets it. The
-faults are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) or between backward
-and optimizer, where nothing overlaps with it (`tail`), a dataset that sleeps (`input`), and the sleep of ten steps in
-every tenth step (`tenth`), on one rank and from `--start-after` seconds after the first step on. `--alternate-after`
-seconds later, steps with the fault and without it take turns. FOLDER/steps-RANK grows by a line a step
-(`job.Stopwatch`), FOLDER/fault.json says when the fault began, FOLDER/blocks.json which steps took turns,
-FOLDER/summary-RANK.json how it ended."""
+The loop never synchronises by itself: on a GPU the host runs ahead of the device as far as the framework lets it.
+Faults of one rank are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) or between
+backward and optimizer, where nothing overlaps with it (`tail`), a dataset that sleeps (`input`), and sleeps in few
+steps: of ten faults in every tenth step (`tenth`), of 3 s in every hundredth (`hundredth`). Others are sleeps of 200 ms
+in a twentieth of the steps, on another rank each time (`moving`), and of 1 s in every fiftieth step on all ranks
+(`together`). They begin `--start-after` seconds after the first step. `--alternate-after` seconds later, steps with the
+fault and without it take turns. FOLDER/steps-RANK grows by a line a step (`job.Stopwatch`), FOLDER/fault.json says when
+the fault began, FOLDER/blocks.json which steps took turns, FOLDER/summary-RANK.json how it ended."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import mmap
 import os
+import random
 import signal
 import statistics
 import threading
@@ -31,8 +33,13 @@ from frameworks import FRAMEWORKS, default_compiler
 from job import Stopwatch
 from torch.utils.data import DataLoader, Dataset
 
-FAULTS = ("none", "host", "gpu", "tail", "input", "tenth")
-RARE_STEPS = 10
+FAULTS = ("none", "host", "gpu", "tail", "input", "tenth", "hundredth", "moving", "together")
+# Steps from one sleep to the next, and its length: of so many steps with the usual fault, or in seconds.
+TENTH = 10
+HUNDREDTH, HUNDREDTH_SECONDS = 100, 3.0
+MOVING_RATIO, MOVING_SECONDS = 0.05, 0.2
+TOGETHER, TOGETHER_SECONDS = 50, 1.0
+ON_ALL_RANKS = ("moving", "together")
 ON_DEVICE = ("gpu", "tail")
 ALTERNATION_SECONDS = 1.5
 HOLDING = -1
@@ -47,7 +54,8 @@ class Fault:
     """What slows one rank down, and from when on. The time is shared with the workers of data loaders."""
 
     def __init__(self, asked: argparse.Namespace, rank: int) -> None:
-        self.kind = asked.fault if rank == asked.rank else "none"
+        self.kind = asked.fault if rank == asked.rank or asked.fault in ON_ALL_RANKS else "none"
+        self._rank = rank
         self._seconds = asked.milliseconds / 1e3
         self._ratio = asked.slow_ratio
         self._folder = asked.folder
@@ -83,11 +91,25 @@ class Fault:
         if self.kind == "host" and self._is_on():
             self._begin()
             slow_host(self._seconds)
-        elif self.kind == "tenth" and self._step % RARE_STEPS == 0 and self._is_on():
-            self._begin()
-            slow_host(RARE_STEPS * self._seconds)
+        elif self.kind in ("tenth", "hundredth", *ON_ALL_RANKS) and self._is_on():
+            seconds = self._sleep_seconds()
+            if seconds:
+                self._begin()
+                slow_host(seconds)
         elif self.kind == "gpu" and self._is_on():
             self._occupy_device()
+
+    def _sleep_seconds(self) -> float:
+        """Of the faults that sit in few steps. All ranks draw the same numbers for a step."""
+        if self.kind == "tenth":
+            return TENTH * self._seconds if self._step % TENTH == 0 else 0.0
+        if self.kind == "hundredth":
+            return HUNDREDTH_SECONDS if self._step % HUNDREDTH == 0 else 0.0
+        if self.kind == "together":
+            return TOGETHER_SECONDS if self._step % TOGETHER == 0 else 0.0
+        draw = random.Random(self._step)
+        is_stalled = draw.random() < MOVING_RATIO and draw.randrange(int(os.environ["WORLD_SIZE"])) == self._rank
+        return MOVING_SECONDS if is_stalled else 0.0
 
     def before_optimizer(self) -> None:
         if self.kind == "tail" and self._is_on():
@@ -116,7 +138,8 @@ class Fault:
             lines = self._steps.read_text().rpartition("\n")[0].splitlines()
             self._seconds = self._ratio * statistics.median(float(line.split()[2]) for line in lines) / 1e3
         fact = {"unix_seconds": time.time(), "milliseconds": self._seconds * 1e3, "kind": self.kind}
-        _write(self._folder / "fault.json", fact)
+        if not (self._folder / "fault.json").exists():
+            _write(self._folder / "fault.json", fact)
 
 
 def slow_host(seconds: float) -> None:

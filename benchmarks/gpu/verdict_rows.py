@@ -16,6 +16,8 @@ from benchmarks.statistics import Ratio, median_of_ratios
 from rankscope.v1 import job_service_pb2
 
 ALARM_SECONDS = 15.0
+# Of a fault that comes every few seconds: until it came often enough to be no chance.
+RARE_ALARM_SECONDS = 60.0
 STEP_ERROR_RATIO = 0.03
 IMPACT_ERROR_RATIO = 0.10
 # With the first steps of a job, and of its fault, come compilation, allocation and queues that fill.
@@ -27,7 +29,11 @@ FOUND_FROM_RATIO, HIDDEN_UP_TO_RATIO = 0.05, 0.02
 SAYS_NOTHING = ("healthy", "insufficient_data")
 # What a cause must say about each fault, somewhere in its text.
 _DEVICE = r"(?i)device|gpu|kernel"
-CAUSES = {"host": r"slow_host", "tenth": r"slow_host", "gpu": _DEVICE, "tail": _DEVICE, "input": r"(?i)input|slow_read"}
+CAUSES = {
+    **dict.fromkeys(("host", "tenth", "hundredth", "moving"), r"slow_host"),
+    **dict.fromkeys(("gpu", "tail"), _DEVICE),
+    "input": r"(?i)input|slow_read",
+}
 # What it must not name when the host is not to blame; where the device is the CPU, `busy_device` is to blame.
 NOT_CAUSES = dict.fromkeys(("gpu", "tail"), r"^(?!.*busy_device).*(verdict_job\.py|frameworks\.py)")
 # Each stage is one rank: slow stage and slow rank are the same.
@@ -77,7 +83,7 @@ class Said:
 @dataclass(frozen=True)
 class Cell:
     framework: str
-    fault: str  # none, host, gpu, tail, input; with a number, so many per cent of a step: gpu10
+    fault: str  # as in verdict_job.py; with a number, so many per cent of a step: gpu10
     repeat: int = 1
     rank: int = 2
 
@@ -96,6 +102,8 @@ class Cell:
 
     def is_blamed(self, said: Said) -> bool:
         verdict = said.status.verdict
+        if self.fault == "moving":
+            return said.kind == "jitter"
         if said.kind == "slow_rank":
             return list(verdict.culprits) == [self.rank]
         return (
@@ -154,7 +162,8 @@ class Row:
             found.append("verdict")
         if self.is_cause_right is False:
             found.append("cause")
-        if self.alarm_seconds is not None and self.alarm_seconds > ALARM_SECONDS:
+        limit = RARE_ALARM_SECONDS if self.fault in ("hundredth", "moving") else ALARM_SECONDS
+        if self.alarm_seconds is not None and self.alarm_seconds > limit:
             found.append("late")
         if self.before:
             found.append("said before")
@@ -217,14 +226,20 @@ def _compare_verdicts(row: Row, cell: Cell, said: Sequence[Said], facts: Facts) 
     shown = alarm or last
     row.said = shown.gist if shown else "nothing"
     true = row.true_impact_ratio
-    must_find = cell.kind != "none" and (cell.slow_ratio is None or (true is not None and true >= FOUND_FROM_RATIO))
+    must_find = cell.kind not in ("none", "together") and (
+        cell.slow_ratio is None or (true is not None and true >= FOUND_FROM_RATIO)
+    )
     may_find = must_find or (cell.slow_ratio is not None and true is not None and true > HIDDEN_UP_TO_RATIO)
     row.expected = f"slow_rank rank {cell.rank} (alarm)" if must_find else "healthy"
+    if cell.fault == "moving":
+        row.expected = "jitter (alarm)"
     if must_find:
         row.is_right = alarm is not None
     else:
         row.is_right = (may_find and alarm is not None) or (last is not None and last.kind == "healthy")
         row.is_right &= not row.before
+    if cell.fault == "together" and last is not None:
+        row.cause, row.is_cause_right = last.cause, "together" in last.cause
     if alarm is None or since is None:
         return
     row.alarm_seconds = alarm.unix_seconds - since

@@ -41,7 +41,7 @@ from benchmarks.running import BenchmarkError, RunningDaemon, daemon
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
 FRAMEWORKS = ("ddp", "fsdp2", "hand", "hf")
-FAULTS = ("none", "host", "gpu", "input", "tenth")
+FAULTS = ("none", "host", "gpu", "input", "tenth", "hundredth", "moving", "together")
 DEFAULT_CELLS = ",".join(f"{framework}:{fault}" for framework, fault in itertools.product(FRAMEWORKS, FAULTS))
 SCRAPED = {
     "budget_ratio": "rankscope_daemon_budget_ratio",

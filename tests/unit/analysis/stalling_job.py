@@ -66,7 +66,9 @@ class StallingJob:
             found = sum_up(is_long, known, step_seconds, wait, checkpoint)
             window = RankWindow(steps=len(stalls), long_steps=LongSteps(**vars(found)) if found else None)
             for name, column in {"step": step_seconds, "wait": wait, "self": step_seconds - wait}.items():
-                getattr(window, f"{name}_seconds").CopyFrom(statistics_of(column))
+                statistics = statistics_of(column)
+                if statistics is not None:
+                    getattr(window, f"{name}_seconds").CopyFrom(statistics)
             window.checkpoint_seconds = float(checkpoint.mean()) if len(checkpoint) else 0.0
             table = window_columns([window], make.span())
             read = columns(unpack(table.names, table.values, 1))[:, 0].tolist()
