@@ -17,6 +17,7 @@ from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
 from rankscope.daemon.profiles.push import PushStatus
 from rankscope.daemon.profiles.store import StoreStatus
 from rankscope.daemon.samples import (
+    CollectiveRate,
     FrameCount,
     GroupSpan,
     ProbeFacts,
@@ -136,6 +137,11 @@ def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
         ),
         groups=tuple(
             GroupSpan(0xABC, 4, number, kind, 2, 0.25, 1.0) for kind in sorted(GROUP_KINDS) if kind != GROUP_NCCL
+        ),
+        collectives=(
+            CollectiveRate(0xABC, 4, "all_reduce", "nvls", "simple", 24, 1.5e9, 3e11),
+            CollectiveRate(0xABC, 4, "reduce_scatter", "ring", "ll128", 8, 1e9, 2.5e11),
+            CollectiveRate(0xABC, 4, "send", "other", "other", 2, 1e6, None),
         ),
         allocated_bytes=1_000,
         reserved_bytes=2_000,

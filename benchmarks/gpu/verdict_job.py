@@ -3,8 +3,8 @@
     python3 verdict_job.py --framework fsdp2 --fault gpu --folder FOLDER [--rank 2] [--milliseconds 60]
 
 The loop never synchronises by itself: on a GPU the host runs ahead of the device as far as the framework lets it.
-Faults of one rank are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) or between
-backward and optimizer, where nothing overlaps with it (`tail`), a dataset that sleeps (`input`), and sleeps in few
+Faults of one rank are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) or after
+backward, where nothing overlaps with it (`tail`), a dataset that sleeps (`input`), and sleeps in few
 steps: of ten faults in every tenth step (`tenth`), of 3 s in every hundredth (`hundredth`). Others are sleeps of 200 ms
 in a twentieth of the steps, on another rank each time (`moving`), and of 1 s in every fiftieth step on all ranks
 (`together`). They begin `--start-after` seconds after the first step. `--alternate-after` seconds later, steps with the

@@ -38,7 +38,7 @@ def job() -> dict[str, Any]:
             Line(4, _numbers(), widths=[6, 3, 3, 3, 3, 3, 3]),
             Line(9, [_worst_over_time(), _all_over_time()]),
             Line(7, [_causes(), _step()]),
-            Line(7, [_mfu(), _exposed()]),
+            Line(7, [_mfu(), _exposed(), _bandwidth()]),
             Line(7, [_hosts(), _bound(), _groups()]),
             Line(9, [_ranks()]),
             Line(7, [_phases(), _throttling()]),
@@ -220,6 +220,22 @@ def _groups() -> Panel:
             )
         ],
         "s",
+    )
+
+
+def _bandwidth() -> Panel:
+    bandwidth = f"rankscope_rank_collective_bus_bandwidth_bytes_per_second{{{THE_JOB}}}"
+    return timeseries(
+        "Bus bandwidth, by process group",
+        "As nccl-tests define it, of the fastest collectives of the member that waits least. The eight fastest groups. "
+        "From NCCL's own times; groups with fewer bytes need metrics_detail = full.",
+        [
+            Query(
+                f"topk(8, max by (group, function) (quantile_over_time(0.5, {bandwidth}[2m])))",
+                "{{function}}, group {{group}}",
+            )
+        ],
+        "Bps",
     )
 
 

@@ -31,6 +31,7 @@ EMPTY = {
     **{("rankscope-job", "Device steps, and their hosts", query): NO_DEVICE for query in "BCD"},
     **{("rankscope-job", "Ranks by what holds them up", query): NO_DEVICE for query in "AB"},
     ("rankscope-job", "Waiting in collectives, by process group", "A"): NO_DEVICE,
+    ("rankscope-job", "Bus bandwidth, by process group", "A"): NO_DEVICE,
     ("rankscope-daemon", "Ranks nobody could measure", "A"): "a process that lives can be measured",
 }
 MAY_BE_EMPTY = {"run_namespace", "run_pod", "pipeline", "tensor", "data"}

@@ -4,6 +4,7 @@ An input is its header and the first records. The checksum is mended after most 
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import zlib
@@ -11,6 +12,7 @@ from random import Random
 
 import numpy as np
 
+from rankscope.daemon.steps import nccl_bandwidth
 from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RECORD_DTYPE
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RECORD_DTYPE as STEP_DTYPE
@@ -92,6 +94,12 @@ def _check(times: NcclTimes, steps: int) -> None:
     for group in times.groups:
         assert 0 <= group.number < 1 << 53 and 0 <= group.position < group.size, group
         assert 0 < group.samples <= steps and 0 <= group.seconds <= 86_400 * RECORDS, group
+    assert len(times.collectives) <= ring_layout.GROUPS_AT_MOST
+    for rate in times.collectives:
+        assert 0 <= rate.number < 1 << 53 and 2 <= rate.size <= nccl_bandwidth.MAX_RANKS, rate
+        assert rate.function in nccl_bandwidth.FUNCTIONS and rate.protocol in nccl_bandwidth.PROTOCOLS, rate
+        assert math.isfinite(rate.bytes_per_step) and rate.bytes_per_step > 0, rate
+        assert rate.bus_bytes_per_second is None or 0 < rate.bus_bytes_per_second < 1e14, rate
 
 
 class _Sealing:

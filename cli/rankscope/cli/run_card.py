@@ -27,7 +27,7 @@ from rankscope.cli.job_tables import rank_table
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.v1.window_pb2 import RankWindow
+from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 
 # A verdict needs several windows.
 SHORT_SECONDS = 20.0
@@ -35,6 +35,7 @@ SHORT_SECONDS = 20.0
 WINDOWS_KEPT = 300_000
 PROBLEMS_SHOWN = 3
 RANKS_SHOWN = 32
+GROUPS_SHOWN = 3
 PAGE_COLUMNS = 110
 _COLOURS = {Severity.NONE: "green", Severity.WARNING: "yellow", Severity.ALARM: "red"}
 
@@ -179,6 +180,8 @@ def _lines(job: JobSummary, seconds: float, *, probe: bool) -> list[tuple[str, T
         lines.append(
             ("exposed", Text(f"{percent(job.exposed_ratio.value)} of a step is communication that nothing hides"))
         )
+    if links := _links(job.windows):
+        lines.append(("links", Text(one_line(links, 300))))
     lines.append(("verdict", Text(one_line(headline(verdict), 300), style=f"bold {_COLOURS[verdict.severity]}")))
     optional: tuple[tuple[str, Callable[[Verdict], str]], ...] = (
         ("why", lambda v: v.cause.evidence or (v.reason if v.kind.is_finding else "")),
@@ -197,6 +200,22 @@ def _step(job: JobSummary, *, probe: bool) -> str:
     parts = {"own work": job.own_seconds, "waiting for others": job.wait_seconds, "input": job.input_seconds}
     shown = [f"{name} {milliseconds(mean.value)}" for name, mean in parts.items() if mean.value is not None]
     return f"{milliseconds(median)} (median of windows)" + (f": {', '.join(shown)}" if shown else "")
+
+
+def _links(windows: Sequence[RankWindow]) -> str:
+    """Bus bandwidth of the groups and functions with the most bytes. The member that waits least shows the link."""
+    best: dict[tuple[int, str], CollectiveRate] = {}
+    for rate in (rate for window in windows for rate in window.collectives if rate.HasField("bus_bytes_per_second")):
+        kept = best.setdefault((rate.number, rate.function), rate)
+        if rate.bus_bytes_per_second > kept.bus_bytes_per_second:
+            best[rate.number, rate.function] = rate
+    busiest = sorted(best.values(), key=lambda rate: -rate.bytes_per_step)[:GROUPS_SHOWN]
+    shown = (
+        f"{rate.function} {rate.bus_bytes_per_second / 1e9:.3g} GB/s "
+        f"({rate.size} ranks, {rate.algorithm}, {rate.protocol})"
+        for rate in busiest
+    )
+    return f"bus bandwidth of {', '.join(shown)}" if busiest else ""
 
 
 def _rows(lines: Sequence[tuple[str, Text]]) -> Table:

@@ -118,6 +118,21 @@ class LongSteps:
     late_steps: int = 0  # in which this rank was late
 
 
+@dataclass(frozen=True)
+class CollectiveRate:
+    """The operations of one process group and one function of NCCL since the last call. Bytes are those of the whole
+    array, as nccl-tests count them."""
+
+    number: int  # of the group, equal on all members
+    size: int
+    function: str
+    algorithm: str  # with the protocol, that of most bytes
+    protocol: str
+    operations: int
+    bytes_per_step: float
+    bus_bytes_per_second: float | None  # of the fastest operations of each size
+
+
 def self_seconds(step_seconds: Column, wait_seconds: Column) -> Column:
     """A rank's own work: what of a step is not waiting."""
     return np.maximum(step_seconds - wait_seconds, 0.0)
@@ -158,6 +173,7 @@ class StepSample(StepColumns):
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
     groups: tuple[GroupSpan, ...] = ()
+    collectives: tuple[CollectiveRate, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
     long_steps: LongSteps | None = None  # None: what was waited in them is not known
 

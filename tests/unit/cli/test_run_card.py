@@ -12,7 +12,7 @@ from rankscope.cli.run_card import JobSummary, advice, card, to_json
 from rankscope.cli.terminal import Terminal
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.identity_pb2 import RankIdentity
-from rankscope.v1.window_pb2 import RankWindow, StepStatistics
+from rankscope.v1.window_pb2 import CollectiveRate, RankWindow, StepStatistics
 
 HEALTHY = Verdict(Kind.HEALTHY, "all is well")
 FRAME = FrameSeen("load", "/app/dataset.py", 88, 0.4, 0.4, "forward")
@@ -88,6 +88,18 @@ def test_names_of_the_job_cannot_steer_the_terminal() -> None:
     text = shown(job)
     assert "\x1b]0;" not in text and "\x1b[2J" not in text and "\x1b]8;" not in text
     assert "[link=https://evil.example]f[/b]" in text
+
+
+def test_the_card_shows_the_link_by_its_fastest_member() -> None:
+    told = state(HEALTHY, 1.0)
+    for window, gigabytes in zip(told.windows, (120, 485.1), strict=True):
+        rate = CollectiveRate(number=7, size=8, function="all_reduce", algorithm="ring", protocol="simple")
+        rate.bus_bytes_per_second = gigabytes * 1e9
+        window.collectives.extend([rate, CollectiveRate(number=8, function="send")])
+    job = JobSummary("job")
+    assert "bus bandwidth" not in shown(job)
+    job.add(told)
+    assert "bus bandwidth of all_reduce 485 GB/s (8 ranks, ring, simple)" in shown(job)
 
 
 def test_without_a_rank_the_card_says_why() -> None:

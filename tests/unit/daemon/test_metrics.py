@@ -7,8 +7,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.common.run_names import run_labels
-from rankscope.daemon.export.rank_metrics import RankReport
-from rankscope.daemon.samples import Problem
+from rankscope.daemon.export.rank_metrics import MAX_COLLECTIVES, RankReport, RankTotals, add_window
+from rankscope.daemon.samples import CollectiveRate, Problem
 from rankscope.daemon.windows.window import RankSamples
 from tests.unit.daemon import window_makers as make
 from tools.daemon_samples import STATUS, full_gpu, full_rank, gpu_status, report, scrape
@@ -42,7 +42,8 @@ def test_a_rank_and_its_gpu_have_at_most_sixty_series() -> None:
     problems = tuple(Problem(f"source{index}", "kind", "text") for index in range(50))
     everything = full_rank(without=("optimizer",))  # which only the host's clock can tell
     bare = replace(STATUS, metrics_detail="standard", gpu=gpu_status())
-    status = replace(bare, gpu=gpu_status(full_gpu()))
+    # A GPU retires pages or remaps rows.
+    status = replace(bare, gpu=gpu_status(replace(full_gpu(), retired_pages={})))
     measured = series(scrape(RankReport(everything.window, everything.totals, problems), status=status))
     assert 50 < len(measured) - len(series(scrape(status=bare))) <= 60
 
@@ -84,6 +85,40 @@ def test_counters_grow_from_window_to_window() -> None:
     text = scrape(report(make.rank(), RankSamples(sample), windows=3))
     labels = frozenset({*run_labels(make.rank().job).items(), ("rank", "0"), ("cause", "input")})
     assert series(text)[("rankscope_rank_cause_seconds_total", labels)] == 1.5
+
+
+def collective(number: int, bytes_per_step: float = 100.0, bus: float | None = 1e9) -> CollectiveRate:
+    return CollectiveRate(number, 8, "all_reduce", "ring", "simple", 3, bytes_per_step, bus)
+
+
+def values(text: str, name: str) -> dict[str, float]:
+    return {dict(labels)["group"]: value for (found, labels), value in series(text).items() if found == name}
+
+
+def test_only_the_busiest_group_has_a_bandwidth_by_default() -> None:
+    sample = replace(make.steps(1.0), collectives=(collective(1, bus=None), collective(2), collective(3)))
+    told = report(make.rank(), RankSamples(sample))
+    name = "rankscope_rank_collective_bus_bandwidth_bytes_per_second"
+    assert values(scrape(told), name) == {"2": 1e9, "3": 1e9}
+    standard = scrape(told, status=replace(STATUS, metrics_detail="standard"))
+    assert values(standard, name) == {"2": 1e9}
+    assert not values(standard, "rankscope_rank_collective_bytes_total")
+
+
+def test_collective_bytes_add_up_over_the_steps() -> None:
+    sample = replace(make.steps(1.0, 1.0), collectives=(collective(1), collective(2, 7.0)))
+    text = scrape(report(make.rank(), RankSamples(sample), windows=3))
+    assert values(text, "rankscope_rank_collective_bytes_total") == {"1": 600.0, "2": 42.0}
+
+
+def test_bytes_of_groups_long_gone_are_dropped() -> None:
+    totals = RankTotals()
+    for number in range(30):
+        sample = replace(make.steps(1.0), collectives=(collective(number), collective(0xFFFF)))
+        totals = add_window(totals, report(make.rank(), RankSamples(sample)).window)
+    assert len(totals.collective_bytes) == MAX_COLLECTIVES
+    assert totals.collective_bytes["ffff", "all_reduce"] == 3000.0
+    assert totals.collective_bytes["1d", "all_reduce"] == 100.0
 
 
 def test_a_rank_that_ended_is_gone() -> None:

@@ -43,6 +43,7 @@ class NcclWriter:
         slot = self._records
         self._records += 1
         made["number"], made["function"], made["communicator"] = self._records, 1, HASH & 0xFFFFFFFF
+        made["bytes"], made["algorithm"], made["protocol"] = 1_000_000, 1, 3
         made["start_ns"], made["stop_ns"], made["seen_ns"] = end_ns - int(milliseconds * MS), end_ns, end_ns
         os.pwrite(self.descriptor, made.tobytes(), nccl_layout.HEADER_BYTES + slot * nccl_layout.RECORD.size)
         counters = nccl_layout.COUNTERS.pack(self._records, 0)
@@ -95,6 +96,13 @@ def test_nccls_times_take_the_place_of_the_probes(writer: Writer, nccl: NcclWrit
     made = window_of(sample)
     assert made.wait_source == "NCCL"
     assert made.nccl_cost_ratio == pytest.approx(0.0015)
+
+
+def test_bandwidth_and_bytes_of_a_group_reach_the_window(writer: Writer, nccl: NcclWriter) -> None:
+    (rate,) = window_of(played(writer, nccl, nccl.descriptor)).collectives
+    assert (rate.number, rate.size, rate.operations, rate.bytes_per_step) == (HASH, 4, 3, 1_000_000)
+    assert (rate.function, rate.algorithm, rate.protocol) == ("all_reduce", "ring", "simple")
+    assert rate.bus_bytes_per_second == pytest.approx(1_000_000 / 0.008 * 1.5)
 
 
 def test_a_rank_whose_collectives_nccl_times_is_not_blind(writer: Writer, nccl: NcclWriter) -> None:

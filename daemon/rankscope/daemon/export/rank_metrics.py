@@ -13,6 +13,7 @@ from rankscope.analysis.profiles.phases import OTHER, PHASES
 from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section
 from rankscope.common.run_names import run_labels
 from rankscope.daemon.samples import Problem
+from rankscope.daemon.steps.nccl_bandwidth import ALGORITHMS, FUNCTIONS, PROTOCOLS
 from rankscope.daemon.windows.window import measured, step_means
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow, StepStatistics
@@ -40,6 +41,7 @@ GROUP_KINDS = {
     ring_layout.GROUP_RECORDER: "recorder",
     ring_layout.GROUP_NCCL: "nccl",
 }
+MAX_COLLECTIVES = ring_layout.GROUPS_AT_MOST
 # Where NCCL tells all waiting, time in the same collectives would be waiting twice.
 BESIDE_NCCL = (ring_layout.GROUP_NCCL, ring_layout.GROUP_POINT_TO_POINT)
 
@@ -53,6 +55,7 @@ class RankTotals:
     steps_lost: int | None = None
     stack_samples: int | None = None
     stack_errors: int | None = None
+    collective_bytes: Mapping[tuple[str, str], float] = field(default_factory=dict)  # by group and function
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
         steps_lost=_sum(totals.steps_lost, window.steps_lost if window.HasField("steps_lost") else None),
         stack_samples=_sum(totals.stack_samples, window.stacks.samples if has_stacks else None),
         stack_errors=_sum(totals.stack_errors, window.stacks.errors if has_stacks else None),
+        collective_bytes=_collective_bytes(totals.collective_bytes, window),
     )
 
 
@@ -80,6 +84,15 @@ def _cause_seconds(window: RankWindow) -> Mapping[str, float]:
     means = step_means(window)
     names = {cause: f"{cause}_seconds" for cause in CAUSES}
     return {cause: means[name] * window.steps for cause, name in names.items() if name in means}
+
+
+def _collective_bytes(before: Mapping[tuple[str, str], float], window: RankWindow) -> Mapping[tuple[str, str], float]:
+    """Of all steps of the window. A process can make any number of groups: those seen last are kept."""
+    totals = dict(before)
+    for rate in window.collectives:
+        key = (f"{rate.number:x}", rate.function)
+        totals[key] = totals.pop(key, 0.0) + rate.bytes_per_step * window.steps
+    return dict(list(totals.items())[-MAX_COLLECTIVES:])
 
 
 def _added(before: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
@@ -130,6 +143,15 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
         "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
         "the least in its group is waiting. group is equal on all members.", lambda rank: _group_seconds(rank),
         {"group": ANY, "kind": tuple(GROUP_KINDS.values())}),
+    Gauge("rankscope_rank_collective_bus_bandwidth_bytes_per_second",
+        "Bus bandwidth as nccl-tests define it, of the rank's fastest collectives in the last window, by process group "
+        "and function. The rank that waits least shows the link: take the maximum of a group. From NCCL's own times.",
+        lambda rank: _bus_bandwidths(rank),
+        {"group": ANY, "function": FUNCTIONS, "algorithm": ALGORITHMS, "protocol": PROTOCOLS}),
+    Counter("rankscope_rank_collective_bytes_total",
+        "Size of the arrays in NCCL's operations as nccl-tests count it, by process group and function, in windows "
+        "where NCCL's own times are known.", lambda rank: rank.report.totals.collective_bytes,
+        {"group": ANY, "function": FUNCTIONS}, standard=FULL_ONLY),
     Gauge("rankscope_rank_nccl_cost_ratio",
         "Share of a step that asking NCCL for its times costs, measured in the job. Noise may make it negative.",
         lambda rank: _optional(rank.window, "nccl_cost_ratio"), standard=FULL_ONLY),
@@ -225,6 +247,15 @@ def _group_seconds(rank: _Rank) -> Mapping[tuple[str, str], float]:
         (f"{group.number:x}", GROUP_KINDS.get(group.kind, "")): group.seconds * step_mean_seconds / group.step_seconds
         for group in window.groups
         if group.step_seconds > 0 and not (has_nccl and group.kind not in BESIDE_NCCL)
+    }
+
+
+def _bus_bandwidths(rank: _Rank) -> Mapping[tuple[str, ...], float]:
+    """By default only that with the most bytes, which are the first."""
+    known = [rate for rate in rank.window.collectives if rate.HasField("bus_bytes_per_second")]
+    return {
+        (f"{rate.number:x}", rate.function, rate.algorithm, rate.protocol): rate.bus_bytes_per_second
+        for rate in known[: MAX_COLLECTIVES if rank.full else 1]
     }
 
 

@@ -210,6 +210,7 @@ def _sample(
         collectives_enqueued=_bounded(live.collectives_enqueued, COUNTER_AT_MOST),
         collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
         groups=groups if progress.next_sequence is not None else (),
+        collectives=nccl.collectives,
         is_blind=is_blind,
         long_steps=found_long,
     )

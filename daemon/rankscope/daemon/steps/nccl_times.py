@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.verdicts.window_columns import LONGEST_SECONDS
-from rankscope.daemon.samples import GroupSpan
+from rankscope.daemon.samples import CollectiveRate, GroupSpan
 from rankscope.daemon.steps import nccl_reader
 from rankscope.daemon.steps.long_steps import Mask, with_neighbours
+from rankscope.daemon.steps.nccl_bandwidth import collective_rates
 from rankscope.daemon.steps.nccl_reader import NcclRecords, Table
 from rankscope.daemon.steps.ring_reader import Records, RingError, open_memfd
 from rankscope.probe import nccl_layout, ring_layout
@@ -43,6 +44,7 @@ class NcclTimes:
     seconds: Seconds | None = None  # in collectives, per record of steps
     wait_seconds: Seconds | None = None  # in collectives and messages
     groups: tuple[GroupSpan, ...] = ()
+    collectives: tuple[CollectiveRate, ...] = ()
 
 
 def read_nccl(
@@ -84,14 +86,16 @@ def times(
         return NcclTimes(), progress
     # Where some were overwritten, those that are left stand for all.
     share = len(records.table) / (len(records.table) + records.overwritten)
+    rates = collective_rates(found, records.table, communicators, steps, known, share)
     if records.overwritten:
-        return NcclTimes(groups=group_spans(found, communicators, steps, known, share)), progress
+        groups = group_spans(found, communicators, steps, known, share)
+        return NcclTimes(groups=groups, collectives=rates), progress
     usual = known & ~with_neighbours(is_long)
     groups = group_spans(found, communicators, steps, usual if usual.any() else known & ~is_long, share)
     in_collectives, waited = (
         np.where(known, seconds_by_step(some, ends), np.nan) for some in (found.take(~found.is_message), found)
     )
-    return NcclTimes(in_collectives, waited, groups), progress
+    return NcclTimes(in_collectives, waited, groups, rates), progress
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Operations:
     """Of all communicators, in the order of their numbers."""
 
     number: npt.NDArray[np.uint64]
+    record: npt.NDArray[np.int64]  # its row
     communicator: npt.NDArray[np.int64]  # its row
     is_message: npt.NDArray[np.bool_]
     start_ns: Nanos  # of the host's clock
@@ -115,6 +120,7 @@ def operations(records: Table, communicators: Table) -> Operations:
     place = np.searchsorted(low[order], records["communicator"])
     clocks = np.stack([records[name] for name in ("start_ns", "stop_ns", "seen_ns")])
     is_known = (clocks < CLOCK_AT_MOST_NS).all(axis=0) & np.isin(records["communicator"], low)
+    record = np.flatnonzero(is_known)
     records, row = records[is_known], order[place[is_known]]
     start, stop, seen = (records[name].astype(np.int64) for name in ("start_ns", "stop_ns", "seen_ns"))
     # NCCL may read a stop time before the GPU has written it, and finds that of an older operation.
@@ -124,9 +130,8 @@ def operations(records: Table, communicators: Table) -> Operations:
     is_tied = np.abs(ahead[row]) < CLOCK_AT_MOST_NS
     stop = np.where(is_right | ~is_tied, stop, seen - ahead[row])
     is_good = is_tied & (start > 0) & (stop >= start) & (stop - start <= LONGEST_SECONDS * 1e9)
-    made = Operations(
-        records["number"], row, np.isin(records["function"], _MESSAGES), start + ahead[row], stop + ahead[row]
-    )
+    is_message = np.isin(records["function"], _MESSAGES)
+    made = Operations(records["number"], record, row, is_message, start + ahead[row], stop + ahead[row])
     return made.take(is_good)
 
 

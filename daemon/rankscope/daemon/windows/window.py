@@ -30,6 +30,7 @@ from rankscope.v1.window_pb2 import (
     SOURCE_PROBE,
     SOURCE_PROCESS,
     SOURCE_STACKS,
+    CollectiveRate,
     FrameShare,
     GpuUsage,
     GroupSpan,
@@ -254,6 +255,7 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
         window.other_seconds = max(0.0, window.self_seconds.mean - sum(parts.values()))
         names.append("other_seconds")
     window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
+    window.collectives.extend(CollectiveRate(**vars(rate)) for rate in sample.collectives)
     window.wait_source = _wait_source(window, sample)
     if sample.long_steps is not None:
         window.long_steps.CopyFrom(LongSteps(**vars(sample.long_steps)))
