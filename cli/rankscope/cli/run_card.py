@@ -42,6 +42,10 @@ _COLOURS = {Severity.NONE: "green", Severity.WARNING: "yellow", Severity.ALARM: 
 _ADVICE = {
     Kind.SLOW_STAGE: "move layers from the slow stage to the others",
     Kind.DATA_IMBALANCE: "give every rank as much work in a step: sort or pack samples by length",
+    Kind.JITTER: (
+        "collect garbage on all ranks in the same step (gc.disable(), then gc.collect() every few hundred steps) or "
+        "gc.freeze() after start-up; prefetch input; keep other work off these cores"
+    ),
     Kind.SLOW_COMMUNICATION: "check the links (NCCL_DEBUG=INFO, link errors), and what else uses them",
     Kind.INPUT_BOUND: "add DataLoader workers, prefetch, or move the data to faster storage",
     Kind.LOW_MFU: "record it: rankscope capture --ranks 0 --steps 3 --output traces/, rankscope analyze trace traces/",

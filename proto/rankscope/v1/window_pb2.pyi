@@ -124,6 +124,44 @@ class GroupSpan(_message.Message):
 Global___GroupSpan: _TypeAlias = GroupSpan  # noqa: Y015
 
 @_typing.final
+class LongSteps(_message.Message):
+    """The few steps of a window that took at least twice as long as usual. Seconds are sums over them of what they took
+    beyond the usual step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_SECONDS_FIELD_NUMBER: _builtins.int
+    LATE_STEPS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    seconds: _builtins.float
+    waited_seconds: _builtins.float
+    """of it, in collectives: for a rank that was late"""
+    checkpoint_seconds: _builtins.float
+    """of it, in checkpoints of this rank"""
+    late_steps: _builtins.int
+    """in which this rank was late"""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        waited_seconds: _builtins.float = ...,
+        checkpoint_seconds: _builtins.float = ...,
+        late_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_seconds", b"checkpoint_seconds", "late_steps", b"late_steps", "seconds", b"seconds", "steps", b"steps", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LongSteps: _TypeAlias = LongSteps  # noqa: Y015
+
+@_typing.final
 class CollectiveRate(_message.Message):
     """Operations of one process group and one function of NCCL. Bytes are those of the whole array, as nccl-tests count them."""
 
@@ -703,6 +741,7 @@ class RankWindow(_message.Message):
     RUN_AHEAD_SECONDS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_SOURCE_FIELD_NUMBER: _builtins.int
+    LONG_STEPS_FIELD_NUMBER: _builtins.int
     NCCL_COST_RATIO_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
@@ -772,6 +811,10 @@ class RankWindow(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpan]: ...
     @_builtins.property
+    def long_steps(self) -> Global___LongSteps:
+        """not set: what was waited in them is not known"""
+
+    @_builtins.property
     def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectiveRate]:
         """those with the most bytes, bounded in number; from NCCL"""
 
@@ -816,14 +859,15 @@ class RankWindow(_message.Message):
         run_ahead_seconds: _builtins.float | None = ...,
         groups: _abc.Iterable[Global___GroupSpan] | None = ...,
         wait_source: _builtins.str = ...,
+        long_steps: Global___LongSteps | None = ...,
         nccl_cost_ratio: _builtins.float | None = ...,
         collectives: _abc.Iterable[Global___CollectiveRate] | None = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backward_seconds: _TypeAlias = _typing.Literal["backward_seconds"]  # noqa: Y015
     _WhichOneofArgType__backward_seconds: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds"]  # noqa: Y015

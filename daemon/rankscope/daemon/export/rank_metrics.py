@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from google.protobuf.message import Message
 from prometheus_client.metrics_core import Metric as Family
@@ -14,7 +15,7 @@ from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Sectio
 from rankscope.common.run_names import run_labels
 from rankscope.daemon.samples import Problem
 from rankscope.daemon.steps.nccl_bandwidth import ALGORITHMS, FUNCTIONS, PROTOCOLS
-from rankscope.daemon.windows.window import measured, step_means
+from rankscope.daemon.windows.window import late_seconds, measured, step_means
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow, StepStatistics
 
@@ -55,6 +56,8 @@ class RankTotals:
     steps_lost: int | None = None
     stack_samples: int | None = None
     stack_errors: int | None = None
+    long_seconds: float | None = None
+    late_seconds: float | None = None
     collective_bytes: Mapping[tuple[str, str], float] = field(default_factory=dict)  # by group and function
 
 
@@ -68,13 +71,16 @@ class RankReport:
 
 
 def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
-    has_stacks = window.HasField("stacks")
+    has_stacks, has_long = window.HasField("stacks"), window.HasField("long_steps")
+    long = window.long_steps
     return RankTotals(
         cause_seconds=_added(totals.cause_seconds, _cause_seconds(window)),
         process=_added(totals.process, measured(window.process, PROCESS_COUNTERS)),
         steps_lost=_sum(totals.steps_lost, window.steps_lost if window.HasField("steps_lost") else None),
         stack_samples=_sum(totals.stack_samples, window.stacks.samples if has_stacks else None),
         stack_errors=_sum(totals.stack_errors, window.stacks.errors if has_stacks else None),
+        long_seconds=_sum(totals.long_seconds, long.seconds if has_long else None),
+        late_seconds=_sum(totals.late_seconds, late_seconds(long) if has_long else None),
         collective_bytes=_collective_bytes(totals.collective_bytes, window),
     )
 
@@ -99,7 +105,10 @@ def _added(before: Mapping[str, float], more: Mapping[str, float]) -> dict[str, 
     return {**before, **{name: before.get(name, 0.0) + value for name, value in more.items()}}
 
 
-def _sum(before: int | None, value: int | None) -> int | None:
+_Number = TypeVar("_Number", int, float)
+
+
+def _sum(before: _Number | None, value: _Number | None) -> _Number | None:
     return before if value is None else (before or 0) + value
 
 
@@ -171,6 +180,12 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
     Counter("rankscope_rank_cause_seconds_total",
         "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up.",
         lambda rank: {cause: rank.report.totals.cause_seconds.get(cause) for cause in CAUSES}, {"cause": CAUSES}),
+    Counter("rankscope_rank_long_step_seconds_total",
+        "Time of steps of at least twice the usual length, beyond the usual. Such steps are few.",
+        lambda rank: rank.report.totals.long_seconds, standard=FULL_ONLY),
+    Counter("rankscope_rank_late_seconds_total",
+        "Of the time of long steps, what this rank did not spend waiting for others, nor in checkpoints.",
+        lambda rank: rank.report.totals.late_seconds, standard=FULL_ONLY),
     Counter("rankscope_rank_steps_lost_total", "Steps overwritten in the ring before the daemon read them.",
         lambda rank: rank.report.totals.steps_lost, standard=FULL_ONLY),
     Counter("rankscope_rank_cpu_seconds_total", "CPU time of the process.",

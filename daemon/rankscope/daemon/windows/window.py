@@ -409,17 +409,22 @@ def _column_values(window: RankWindow) -> dict[str, float]:
     return row | _shown_values(window)
 
 
+def late_seconds(long: LongSteps) -> float:
+    """What the rank itself lost: neither waiting for others nor a checkpoint."""
+    return max(long.seconds - long.waited_seconds - long.checkpoint_seconds, 0.0)
+
+
 def _set_long_steps_apart(row: dict[str, float], window: RankWindow) -> None:
     """What long steps took beyond the usual has figures of its own. The others, but for the step time and its phases,
     are those of usual steps."""
     long = window.long_steps
     if not long.steps or not window.steps:
         return
-    by_itself = max(long.seconds - long.waited_seconds, 0.0)
     row["long_seconds"] = long.seconds / window.steps
-    row["late_seconds"] = max(by_itself - long.checkpoint_seconds, 0.0) / window.steps
+    row["late_seconds"] = late_seconds(long) / window.steps
     row["long_ratio"] = long.steps / window.steps
     row["late_ratio"] = long.late_steps / window.steps
+    by_itself = max(long.seconds - long.waited_seconds, 0.0)
     beyond = {"self": by_itself, "wait": long.waited_seconds, "checkpoint": long.checkpoint_seconds}
     for name, seconds in beyond.items():
         if f"{name}_seconds" in row:
