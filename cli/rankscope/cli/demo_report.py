@@ -72,7 +72,7 @@ def print_verdict(console: Terminal, outcome: Outcome) -> None:
     """Print the verdict as soon as it is raised."""
     verdict = outcome.verdict
     console.print(f"\n✗ {headline(verdict)}", style="bold red")
-    console.print(Padding(verdict.reason, (0, 0, 0, 2)))
+    console.print(Padding(verdict.reason, (0, 0, 0, 2), expand=False))
     if outcome.seconds_to_verdict is not None:
         console.print(f"  found {outcome.seconds_to_verdict:.1f} s after the fault began\n")
 
@@ -80,7 +80,7 @@ def print_verdict(console: Terminal, outcome: Outcome) -> None:
 def print_summary(console: Terminal, outcome: Outcome) -> None:
     verdict, state = outcome.verdict, outcome.state
     if state is not None and state.windows:
-        console.print(rank_table(state.windows, verdict.culprits, stacks=False))
+        console.print(rank_table(state.windows, verdict.culprits, stacks=False, columns=console.columns))
         console.print()
     colour = "green" if outcome.is_right else "yellow"
     console.print(Text.assemble(("verdict", f"bold {colour}"), f"  {headline(verdict)}"))

@@ -106,7 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _show_and_write(
     arguments: argparse.Namespace, command: Sequence[str], jobs: list[JobSummary], status: int, seconds: float
 ) -> None:
-    Terminal(stderr=True).print(card(jobs, seconds, probe=not arguments.no_probe))
+    console = Terminal(stderr=True)
+    console.print(card(jobs, seconds, probe=not arguments.no_probe, columns=console.columns))
     try:
         if arguments.json is not None:
             write_output(arguments.json, json.dumps(to_json(jobs, command, status, seconds)) + "\n")

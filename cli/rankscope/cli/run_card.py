@@ -147,13 +147,15 @@ class JobSummary:
         return ordered[len(ordered) // 2] if ordered else None
 
 
-def card(jobs: Sequence[JobSummary], seconds: float, *, probe: bool) -> RenderableType:
+def card(jobs: Sequence[JobSummary], seconds: float, *, probe: bool, columns: int | None = None) -> RenderableType:
+    """`columns`: of the terminal; None without one."""
     if not jobs:
         return Group(Text(), _rows([("rankscope", Text(_no_rank(seconds)))]))
     parts: list[RenderableType] = [Text()]
     for job in jobs:
         if len(job.windows) > 1:
-            parts += [rank_table(job.windows[:RANKS_SHOWN], job.verdict.culprits, stacks=False), Text()]
+            shown, culprits = job.windows[:RANKS_SHOWN], job.verdict.culprits
+            parts += [rank_table(shown, culprits, stacks=False, columns=columns), Text()]
         parts.append(_rows(_lines(job, seconds, probe=probe)))
     return Group(*parts)
 
@@ -210,7 +212,7 @@ def _rows(lines: Sequence[tuple[str, Text]]) -> Table:
 
 def as_html(jobs: Sequence[JobSummary], seconds: float, *, probe: bool) -> str:
     console = Terminal(record=True, file=io.StringIO(), width=PAGE_COLUMNS)
-    console.print(card(jobs, seconds, probe=probe))
+    console.print(card(jobs, seconds, probe=probe, columns=console.columns))
     return console.export_html()
 
 
