@@ -12,7 +12,7 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
-from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, headline, loss, source_line
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, evidence, headline, loss, source_line
 from rankscope.cli.demo_job import faults
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
@@ -84,8 +84,8 @@ def print_summary(console: Terminal, outcome: Outcome) -> None:
         console.print()
     colour = "green" if outcome.is_right else "yellow"
     console.print(Text.assemble(("verdict", f"bold {colour}"), f"  {headline(verdict)}"))
-    if verdict.cause.evidence:
-        console.print(Text.assemble(("why", "bold"), f"      {verdict.cause.evidence}"))
+    if why := evidence(verdict):
+        console.print(Text.assemble(("why", "bold"), f"      {why}"))
     for frame in verdict.cause.frames:
         console.print(f"         {source_line(frame)} in {frame.function}, {frame.share:.0%} of its time")
     if lost := loss(verdict):

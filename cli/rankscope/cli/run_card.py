@@ -16,6 +16,7 @@ from rankscope.analysis.verdicts.verdict import (
     Kind,
     Severity,
     Verdict,
+    explanation,
     headline,
     loss,
     milliseconds,
@@ -183,7 +184,7 @@ def _lines(job: JobSummary, seconds: float, *, probe: bool) -> list[tuple[str, T
         )
     lines.append(("verdict", Text(one_line(headline(verdict), 300), style=f"bold {_COLOURS[verdict.severity]}")))
     optional: tuple[tuple[str, Callable[[Verdict], str]], ...] = (
-        ("why", lambda v: v.cause.evidence or (v.reason if v.kind.is_finding else "")),
+        ("why", explanation),
         ("loss", loss),
         ("try", advice),
     )
