@@ -202,13 +202,16 @@ def _step(job: JobSummary, *, probe: bool) -> str:
     return f"{milliseconds(median)} (median of windows)" + (f": {', '.join(shown)}" if shown else "")
 
 
-def _rows(lines: Sequence[tuple[str, Text]]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+def _rows(lines: Sequence[tuple[str, Text]]) -> Group:
+    """A table for each line: in one, every line of a log would be padded to the longest."""
+    tables = []
     for name, text in lines:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(style="bold", no_wrap=True, width=max(len(name) for name, _ in lines))
+        table.add_column(overflow="fold")
         table.add_row(name, text)
-    return table
+        tables.append(table)
+    return Group(*tables)
 
 
 def as_html(jobs: Sequence[JobSummary], seconds: float, *, probe: bool) -> str:

@@ -110,6 +110,7 @@ def test_numbers_are_whole_without_a_terminal_and_on_narrow_ones(width: int | No
     if width is None:
         shown = ["rank", "pid", "step", "self", "wait", "input", "ahead", "MFU", "CPU", "GPU", "tensor"]
         assert header == shown and "987654300.0 ms" in text
+        assert not any(line.endswith(" ") for line in lines)
     else:
         assert {"rank", "step", "self"} <= set(header) and max(map(len, lines)) <= width
 
