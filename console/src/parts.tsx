@@ -48,7 +48,7 @@ export function VerdictCard({ verdict }: { verdict: VerdictAnswer }) {
       <Badge verdict={verdict} />
       <div>
         <p>{verdict.headline}</p>
-        {verdict.evidence !== "" && <p class="evidence">{verdict.evidence}</p>}
+        {!verdict.headline.includes(verdict.evidence) && <p class="evidence">{verdict.evidence}</p>}
         <span class="faint">
           since {clock(verdict.since_unix_seconds)}
           {verdict.confidence === "low" && " · from stacks alone"}

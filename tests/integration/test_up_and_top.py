@@ -37,7 +37,7 @@ from tests.integration.test_metric_pages import complaints
 from tests.support.measuring import Measured
 from tests.support.waiting import wait_until
 
-# Rich cuts a table to the terminal; COLUMNS is how wide it is when there is none.
+# Of a pseudo-terminal, which has no size of its own.
 WIDE = {"COLUMNS": "200"}
 
 
@@ -67,9 +67,7 @@ def is_judged(up: Serving, name: str) -> bool:
 
 
 def rankscope(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MAIN, *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS, env={**os.environ, **WIDE}
-    )
+    return subprocess.run([*MAIN, *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def test_a_job_is_listed_with_ranks_windows_and_a_verdict(up: Serving, job: DemoJob) -> None:

@@ -46,7 +46,6 @@ _RANK = re.compile(r"(\d{1,9})(?:\.[A-Za-z]\w*)*$")
 _ROWS_SHOWN = 12
 _GROUPS_SHOWN = 24
 _RANKS_CHARACTERS = 32
-_PIPE_COLUMNS = 200
 _FILES_OF_A_TASK = 16
 
 
@@ -88,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return Exit.OK
     from rankscope.cli.terminal import Terminal
 
-    _print(report, Terminal(pipe_columns=_PIPE_COLUMNS))
+    _print(report, Terminal())
     return Exit.OK
 
 

@@ -28,8 +28,6 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
 SUMMARY_FILE = "summary.json"
-# A pipe has no width; its reader expects whole lines.
-_PIPE_COLUMNS = 2000
 _STYLES = {
     pb.CAPTURE_STATE_ACCEPTED: "dim",
     pb.CAPTURE_STATE_ARMED: "cyan",
@@ -83,7 +81,7 @@ def to_object(
 
 
 def make_console(*, stderr: bool = False) -> Terminal:
-    return Terminal(stderr=stderr, pipe_columns=_PIPE_COLUMNS)
+    return Terminal(stderr=stderr)
 
 
 def state_table(entries: Iterable[pb.RankCapture]) -> Table:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
-from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, headline, loss, source_line
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, evidence, headline, loss, source_line
 from rankscope.cli.demo_job import faults
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
@@ -72,7 +72,7 @@ def print_verdict(console: Terminal, outcome: Outcome) -> None:
     """Print the verdict as soon as it is raised."""
     verdict = outcome.verdict
     console.print(f"\n✗ {headline(verdict)}", style="bold red")
-    console.print(Padding(verdict.reason, (0, 0, 0, 2)))
+    console.print(Padding(verdict.reason, (0, 0, 0, 2), expand=False))
     if outcome.seconds_to_verdict is not None:
         console.print(f"  found {outcome.seconds_to_verdict:.1f} s after the fault began\n")
 
@@ -80,12 +80,12 @@ def print_verdict(console: Terminal, outcome: Outcome) -> None:
 def print_summary(console: Terminal, outcome: Outcome) -> None:
     verdict, state = outcome.verdict, outcome.state
     if state is not None and state.windows:
-        console.print(rank_table(state.windows, verdict.culprits, stacks=False))
+        console.print(rank_table(state.windows, verdict.culprits, stacks=False, columns=console.columns))
         console.print()
     colour = "green" if outcome.is_right else "yellow"
     console.print(Text.assemble(("verdict", f"bold {colour}"), f"  {headline(verdict)}"))
-    if verdict.cause.evidence:
-        console.print(Text.assemble(("why", "bold"), f"      {verdict.cause.evidence}"))
+    if why := evidence(verdict):
+        console.print(Text.assemble(("why", "bold"), f"      {why}"))
     for frame in verdict.cause.frames:
         console.print(f"         {source_line(frame)} in {frame.function}, {frame.share:.0%} of its time")
     if lost := loss(verdict):

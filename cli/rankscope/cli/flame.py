@@ -29,7 +29,6 @@ from rankscope.v1 import profile_service_pb2 as pb
 
 COHORT: Final = "cohort"
 ROWS: Final = 20
-PIPE_COLUMNS: Final = 200
 FRAME_CHARACTERS: Final = 300
 _DURATION: Final = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smhd])(?:\s+ago)?")
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -191,7 +190,7 @@ def _print_top(client: ProfileClient, asked: Asked) -> int:
     for top in profile.top(ROWS):
         shares = (f"{100 * count / total:.1f} %" for count in (top.leaf_samples, top.samples))
         table.add_row(*shares, Text(_shown(top.frame)))
-    Terminal(pipe_columns=PIPE_COLUMNS).print(table)
+    Terminal().print(table)
     return Exit.OK
 
 
@@ -215,7 +214,7 @@ def _print_comparison(client: ProfileClient, asked: Asked) -> int:
     for one in excesses[:ROWS]:
         shares = (f"{100 * share:.1f} %" for share in (one.share, one.reference_share))
         table.add_row(*shares, Text(printable(one.phase, 32)), Text(_shown(one.frame)))
-    Terminal(pipe_columns=PIPE_COLUMNS).print(table)
+    Terminal().print(table)
     return Exit.OK
 
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from rankscope.analysis.verdicts.verdict import headline, loss
+from rankscope.analysis.verdicts.verdict import gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.job_tables import MARKS
@@ -106,7 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _show_and_write(
     arguments: argparse.Namespace, command: Sequence[str], jobs: list[JobSummary], status: int, seconds: float
 ) -> None:
-    Terminal(stderr=True).print(card(jobs, seconds, probe=not arguments.no_probe))
+    console = Terminal(stderr=True)
+    console.print(card(jobs, seconds, probe=not arguments.no_probe, columns=console.columns))
     try:
         if arguments.json is not None:
             write_output(arguments.json, json.dumps(to_json(jobs, command, status, seconds)) + "\n")
@@ -178,7 +179,7 @@ class CommandWatch:
         self.mark = uuid.uuid4().hex
         self._quiet = quiet
         self._summaries: dict[str, JobSummary] = {}
-        self._shown: dict[str, list[str]] = {}  # by job, what was printed since it was last healthy
+        self._shown: dict[str, list[str]] = {}  # by job, the gists printed since it was last healthy
         self._others: set[tuple[str, int]] = set()  # jobs of other commands, with one of their processes
 
     @property
@@ -209,14 +210,14 @@ class CommandWatch:
         return False
 
     def _show(self, state: JobState) -> None:
-        """Once for a finding, and once more for each line that is found to cause it."""
+        """Once for a finding, and once more for each line that is found to cause it, whatever its figures."""
         verdict, shown = state.verdict, self._shown.setdefault(state.job, [])
-        text = headline(verdict)
-        if text in shown or (not verdict.kind.is_finding and not shown) or len(shown) >= LINES_PER_JOB:
+        found = gist(verdict)
+        if found in shown or (not verdict.kind.is_finding and not shown) or len(shown) >= LINES_PER_JOB:
             return
         if not verdict.kind.is_finding:
             shown.clear()  # a finding that comes back is shown again
-        shown.append(text)
+        shown.append(found)
         lost = loss(verdict)
-        line = f"{MARKS[verdict.severity]} {text}{f'; {lost}' if lost else ''}"
+        line = f"{MARKS[verdict.severity]} {headline(verdict)}{f'; {lost}' if lost else ''}"
         to_stderr(f"rankscope: {time.strftime('%H:%M:%S')} {line}")

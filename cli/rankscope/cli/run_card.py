@@ -16,6 +16,7 @@ from rankscope.analysis.verdicts.verdict import (
     Kind,
     Severity,
     Verdict,
+    explanation,
     headline,
     loss,
     milliseconds,
@@ -152,13 +153,15 @@ class JobSummary:
         return ordered[len(ordered) // 2] if ordered else None
 
 
-def card(jobs: Sequence[JobSummary], seconds: float, *, probe: bool) -> RenderableType:
+def card(jobs: Sequence[JobSummary], seconds: float, *, probe: bool, columns: int | None = None) -> RenderableType:
+    """`columns`: of the terminal; None without one."""
     if not jobs:
         return Group(Text(), _rows([("rankscope", Text(_no_rank(seconds)))]))
     parts: list[RenderableType] = [Text()]
     for job in jobs:
         if len(job.windows) > 1:
-            parts += [rank_table(job.windows[:RANKS_SHOWN], job.verdict.culprits, stacks=False), Text()]
+            shown, culprits = job.windows[:RANKS_SHOWN], job.verdict.culprits
+            parts += [rank_table(shown, culprits, stacks=False, columns=columns), Text()]
         parts.append(_rows(_lines(job, seconds, probe=probe)))
     return Group(*parts)
 
@@ -188,7 +191,7 @@ def _lines(job: JobSummary, seconds: float, *, probe: bool) -> list[tuple[str, T
         lines.append(("links", Text(one_line(links, 300))))
     lines.append(("verdict", Text(one_line(headline(verdict), 300), style=f"bold {_COLOURS[verdict.severity]}")))
     optional: tuple[tuple[str, Callable[[Verdict], str]], ...] = (
-        ("why", lambda v: v.cause.evidence or (v.reason if v.kind.is_finding else "")),
+        ("why", explanation),
         ("loss", loss),
         ("try", advice),
     )
@@ -222,18 +225,21 @@ def _links(windows: Sequence[RankWindow]) -> str:
     return f"bus bandwidth of {', '.join(shown)}" if busiest else ""
 
 
-def _rows(lines: Sequence[tuple[str, Text]]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+def _rows(lines: Sequence[tuple[str, Text]]) -> Group:
+    """A table for each line: in one, every line of a log would be padded to the longest."""
+    tables = []
     for name, text in lines:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(style="bold", no_wrap=True, width=max(len(name) for name, _ in lines))
+        table.add_column(overflow="fold")
         table.add_row(name, text)
-    return table
+        tables.append(table)
+    return Group(*tables)
 
 
 def as_html(jobs: Sequence[JobSummary], seconds: float, *, probe: bool) -> str:
     console = Terminal(record=True, file=io.StringIO(), width=PAGE_COLUMNS)
-    console.print(card(jobs, seconds, probe=probe))
+    console.print(card(jobs, seconds, probe=probe, columns=console.columns))
     return console.export_html()
 
 

@@ -13,6 +13,9 @@ from rich.text import Text
 
 from rankscope.common.text import printable
 
+# A pipe or a file has no width; its reader expects whole lines and whole numbers. Nothing printed is as wide as this.
+UNLIMITED_COLUMNS = 10_000
+
 
 def make_table(columns: Iterable[str], left: Collection[str] = (), **options: Any) -> Table:
     """Without lines. Columns are flush right and not wrapped, those in `left` flush left."""
@@ -23,22 +26,28 @@ def make_table(columns: Iterable[str], left: Collection[str] = (), **options: An
 
 
 class Terminal(Console):
-    """Styles come from `Text`, `Text.assemble` and `style=`, not from brackets in a string. A pipe has no width; its
-    reader expects whole lines, so it gets `pipe_columns`."""
+    """Styles come from `Text`, `Text.assemble` and `style=`, not from brackets in a string."""
 
     def __init__(
         self,
         *,
         stderr: bool = False,
         soft_wrap: bool = False,
-        pipe_columns: int | None = None,
+        width: int | None = None,
         file: IO[str] | None = None,
         **options: Any,
     ) -> None:
-        kwargs = {"stderr": stderr, "soft_wrap": soft_wrap, "file": file, **options}
+        kwargs = {"stderr": stderr, "soft_wrap": soft_wrap, "width": width, "file": file, **options}
         super().__init__(markup=False, emoji=False, highlight=False, **kwargs)
-        if pipe_columns is not None and not self.is_terminal:
-            self.width = pipe_columns
+        # Not `is_terminal`: FORCE_COLOR makes that true for a pipe.
+        self._is_limited = width is not None or self.file.isatty()
+        if not self._is_limited:
+            self.width = UNLIMITED_COLUMNS
+
+    @property
+    def columns(self) -> int | None:
+        """What fits on a line; None without a terminal, where everything fits."""
+        return self.width if self._is_limited else None
 
     def print_rows(self, rows: Sequence[Sequence[str]], left: Collection[str], most: int) -> None:
         """A table of the first rows, and how many more there are. `rows[0]` has the headings."""

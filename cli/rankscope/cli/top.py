@@ -44,7 +44,6 @@ from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
 
 # A pipe has no width: its reader expects whole lines.
-PIPE_COLUMNS = 200
 POLL_SECONDS = 2.0
 NAME_CHARACTERS = 300
 # Lines below and above a table of ranks: its header, how many ranks are left out, the keys.
@@ -117,14 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(channel: grpc.Channel, view: View, *, once: bool, as_json: bool) -> int:
-    console = Terminal(pipe_columns=PIPE_COLUMNS)
+    console = Terminal()
     if not once and not as_json and console.is_terminal:
         return _Live(channel, console, view).run()
     for jobs in _snapshots(channel, view.run, once=once):
         if as_json:
             to_stdout(msgspec.json.encode(_answer(jobs, view)).decode())
         else:
-            console.print(_screen(jobs, view, console.width))
+            console.print(_screen(jobs, view, console.columns))
         if once:
             break
     return Exit.OK
@@ -170,7 +169,7 @@ def _of_daemon(windows: Sequence[RankWindow]) -> Jobs:
 # The screen.
 
 
-def _screen(jobs: Jobs, view: View, width: int) -> RenderableType:
+def _screen(jobs: Jobs, view: View, width: int | None) -> RenderableType:
     """Every run with its ranks."""
     parts: list[RenderableType] = [part for job in jobs for part in (*_run(job, view, width), Text())]
     return Group(*(parts or [_nothing(view)]))
@@ -216,7 +215,7 @@ def _verdict_line(job: pb.JobStatus) -> str:
     return f"{MARKS[verdict.severity]} {headline(verdict)}{'; ' + lost if lost else ''}"
 
 
-def _run(job: pb.JobStatus, view: View, width: int) -> Iterator[RenderableType]:
+def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[RenderableType]:
     verdict = verdict_of(job.verdict)
     facts = [f"{job.ranks_seen}/{job.world_size} ranks"]
     if job.HasField("step_seconds"):

@@ -8,9 +8,12 @@ import sys
 
 import pytest
 
+from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli import run
 from rankscope.cli.main import main
 from rankscope.cli.standalone import Standalone
+from rankscope.operator.correlation.correlator import JobState
 
 
 def test_a_later_failure_is_reported_and_keeps_the_commands_status(
@@ -56,3 +59,30 @@ def test_a_signal_that_another_thread_takes_reaches_the_command() -> None:
         finally:
             process.kill()
     assert output == f"send\n{-signal.SIGTERM}\n"
+
+
+def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on_device(figure: str) -> Verdict:
+        cause = Cause("device", (), f"{figure} ms a step more on its device", DEVICE)
+        return Verdict(Kind.SLOW_RANK, figure, Severity.ALARM, culprits=(2,), cause=cause)
+
+    def at_line(line: int) -> Verdict:
+        cause = Cause("forward", (FrameSeen("load", "/app/a.py", line, 0.4, 0.4, "forward"),), "", HOST)
+        return Verdict(Kind.SLOW_RANK, "slow", Severity.ALARM, culprits=(2,), cause=cause)
+
+    healthy = Verdict(Kind.HEALTHY, "nothing stands out")
+    monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: True)
+    watch = run.CommandWatch(quiet=False)
+    verdicts = (healthy, on_device("58.1"), on_device("59.2"), at_line(7), at_line(9), at_line(7), on_device("57.0"))
+    for at, verdict in enumerate((*verdicts, healthy, healthy, on_device("60.3")), start=1):
+        watch((JobState("job", 4, verdict, 0, at, 4, 0.1, None, None, ()),))
+    printed = [line.split(" ", 3)[3] for line in capsys.readouterr().err.splitlines()]
+    assert printed == [
+        "rank 2 is slow because its GPU is slow (58.1 ms a step more on its device)",
+        "rank 2 is slow because its host is late, at a.py:7 (load, forward)",
+        "rank 2 is slow because its host is late, at a.py:9 (load, forward)",
+        "healthy",
+        "rank 2 is slow because its GPU is slow (60.3 ms a step more on its device)",
+    ]

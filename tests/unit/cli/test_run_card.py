@@ -102,5 +102,37 @@ def test_the_card_shows_the_link_by_its_fastest_member() -> None:
     assert "bus bandwidth of all_reduce 485 GB/s (8 ranks, ring, simple)" in shown(job)
 
 
+@pytest.mark.parametrize("width", [None, 60])
+def test_numbers_are_whole_without_a_terminal_and_on_narrow_ones(width: int | None) -> None:
+    job = JobSummary("job")
+    cause = Cause("forward", (FRAME,), "46731.4 ms a step more forward than its peers, " + 20 * "and so on ")
+    long = state(slow(1, 5.0, cause), 1.0, step_seconds=1234567.8910)
+    for window in long.windows:
+        window.identity.pid = 4194303
+        window.wait_seconds.mean, window.input_seconds, window.run_ahead_seconds = 987654.3, 1000.5, 2000.5
+        window.gpu.gpus, window.mfu_ratio = 1, 0.5
+    job.add(long)
+    console = Terminal(file=io.StringIO(), width=width)
+    console.print(card([job], 60.0, probe=True, columns=console.columns))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    text = " ".join(" ".join(lines).split())
+    assert "…" not in text and "1234567891.0 ms" in text and "46731.4 ms a step more forward" in text
+    header = next(line.split() for line in lines if line.split()[:1] == ["rank"])
+    if width is None:
+        shown = ["rank", "pid", "step", "self", "wait", "input", "ahead", "MFU", "CPU", "GPU", "tensor"]
+        assert header == shown and "987654300.0 ms" in text
+        assert not any(line.endswith(" ") for line in lines)
+    else:
+        assert {"rank", "step", "self"} <= set(header) and max(map(len, lines)) <= width
+
+
+def test_evidence_in_the_headline_is_not_repeated() -> None:
+    job = JobSummary("job")
+    job.add(state(slow(1, 5.0, Cause("device", (), "58.1 ms a step more on its device", DEVICE)), 1.0))
+    text = shown(job)
+    assert text.count("58.1 ms a step more on its device") == 1
+
+
 def test_without_a_rank_the_card_says_why() -> None:
     assert "no rank was seen" in shown()

@@ -37,20 +37,24 @@ WAITING_PHASES: Final = frozenset({COMMUNICATION, DEVICE_SYNC, BACKWARD})
 
 @dataclass(frozen=True)
 class Rule:
-    """A place: part of a file's path that starts at a folder, and functions in it (none: all)."""
+    """A place: part of a file's path that starts at a folder, and functions in it (none: all but those of the class
+    `not_of`)."""
 
     phase: str
     path: str
     functions: frozenset[str] = frozenset()
     only_innermost: bool = False
+    not_of: str = ""
 
     def matches(self, path: str, function: str, is_innermost: bool) -> bool:
-        is_place = self.path in path and (not self.functions or function in self.functions)
-        return is_place and (is_innermost or not self.only_innermost)
+        owner, _, bare_function = function.rpartition(".")  # py-spy names methods "Class.method" from Python 3.11 on
+        is_place = self.path in path and (not self.functions or bare_function in self.functions)
+        is_other_class = bool(self.not_of) and owner.startswith(self.not_of)
+        return is_place and not is_other_class and (is_innermost or not self.only_innermost)
 
 
-def _rule(phase: str, path: str, functions: str = "", *, only_innermost: bool = False) -> Rule:
-    return Rule(phase, "/" + path, frozenset(functions.split()), only_innermost)
+def _rule(phase: str, path: str, functions: str = "", *, only_innermost: bool = False, not_of: str = "") -> Rule:
+    return Rule(phase, "/" + path, frozenset(functions.split()), only_innermost, not_of)
 
 
 ALWAYS: Final = (
@@ -71,6 +75,11 @@ ALWAYS: Final = (
     _rule(COMPILE, "triton/compiler/"),
     _rule(COMMUNICATION, "torch/distributed/distributed_c10d.py"),
     _rule(COMMUNICATION, "torch/distributed/_functional_collectives.py"),
+    _rule(
+        COMMUNICATION,
+        "torch/distributed/tensor/_collective_utils.py",
+        "shard_dim_alltoall mesh_scatter mesh_broadcast",
+    ),
     _rule(COMMUNICATION, "torch/distributed/nn/functional.py"),
     _rule(COMMUNICATION, "torch/distributed/rendezvous.py"),
     _rule(COMMUNICATION, "torch/distributed/algorithms/ddp_comm_hooks/"),
@@ -119,7 +128,8 @@ INNERMOST: Final = (
     _rule(FORWARD, "torch/nn/modules/module.py", "_call_impl _wrapped_call_impl"),
     _rule(FORWARD, "torch/nn/parallel/distributed.py", "forward _run_ddp_forward"),
     _rule(FORWARD, "torch/nn/functional.py"),
-    _rule(FORWARD, "torch/_dynamo/eval_frame.py"),
+    # DisableContext wraps what is never compiled: FSDP2's hooks, and operators of DTensor in an optimizer.
+    _rule(FORWARD, "torch/_dynamo/eval_frame.py", not_of="DisableContext"),
     _rule(FORWARD, "torch/fx/graph_module.py", "call_wrapped __call__"),
 )
 
@@ -187,8 +197,7 @@ _CALLERS: Final = _Marks()
 @lru_cache(maxsize=8192)
 def _named_phase(function: str, file: str, is_innermost: bool) -> str | None:
     path = "/" + file
-    bare_function = function.rpartition(".")[2]  # py-spy names methods "Class.method" from Python 3.11 on
     for rule in (*ALWAYS, *INNERMOST):
-        if rule.matches(path, bare_function, is_innermost):
+        if rule.matches(path, function, is_innermost):
             return rule.phase
     return None

@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 
 from rankscope.analysis.profiles.comparison import MAIN_RATIO, FrameExcess, sentence
+from rankscope.analysis.profiles.frames import is_user_code
 from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.gpu_throttling import PHASES_OFF_THE_GPU, compare_clocks, compare_errors, name_throttle
@@ -75,11 +76,12 @@ class _Culprit:
 
     def explained(self, cause: Cause, waiting: Collection[str] = WAITING_PHASES) -> Cause:
         """The cause with the first lines of its phase. Where there are samples enough to prove one, its evidence has
-        the share of the rank's time in that line and its peers' share."""
+        the share of the rank's time in that line and its peers' share. A line of a library is named only if it is
+        proven: one sample of ten is a large share, and any line of a library is seen once."""
         recent = _of_phase(self.explaining(waiting), cause.phase)
         proven = self.history.proven(self.rank, self.others, {one.frame for one in recent})
         if not proven:
-            return replace(cause, frames=self.shown(recent))
+            return replace(cause, frames=self.shown([one for one in recent if is_user_code(one.frame)]))
         evidence = _joined(cause.evidence, sentence(ranks([self.rank]), proven[0]))
         return replace(cause, frames=self.shown(proven), evidence=evidence)
 

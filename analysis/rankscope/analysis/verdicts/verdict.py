@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import isnan
 from pathlib import PurePath
@@ -209,6 +209,18 @@ def evidence(verdict: Verdict) -> str:
     is_in_headline = verdict.cause.phase == "throttled" or verdict.cause.bound == DEVICE
     is_in_headline = is_in_headline and not verdict.cause.stalls
     return "" if is_in_headline or verdict.kind not in (Kind.SLOW_RANK, Kind.HANG) else verdict.cause.evidence
+
+
+def explanation(verdict: Verdict) -> str:
+    """What a finding rests on beyond its headline: the evidence, or else the reason."""
+    text = evidence(verdict) or (verdict.reason if verdict.kind.is_finding else "")
+    return "" if text in headline(verdict) else text
+
+
+def gist(verdict: Verdict) -> str:
+    """The headline without figures: equal while the kind, the ranks and the cause are the same."""
+    cause = replace(verdict.cause, evidence="", stalls="sometimes" if verdict.cause.stalls else "")
+    return headline(replace(verdict, reason="", confidence=Confidence.HIGH, cause=cause))
 
 
 def loss(verdict: Verdict) -> str:

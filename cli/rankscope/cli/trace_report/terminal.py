@@ -17,7 +17,8 @@ from rankscope.common.text import printable
 
 MOST_ROWS = 16
 _MOST_COLLECTIVES = 8
-_PIPE_COLUMNS = 140
+# Names of kernels can be thousands of characters long.
+_NAME_CHARACTERS = 76
 _KERNEL_NUMBERS_COLUMNS = 64
 
 _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
@@ -37,7 +38,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
 
 def print_report(report: Report, console: Terminal | None = None) -> None:
     if console is None:
-        console = Terminal(pipe_columns=_PIPE_COLUMNS)
+        console = Terminal()
     verdict = verdict_sentence(report)
     if verdict:
         console.print(Text(verdict, style="bold red" if report.join and report.join.culprits else "bold"))
@@ -112,7 +113,7 @@ def _print_kernels(report: Report, console: Terminal) -> None:
     title = f"top {what} of rank {name_of(rank)}"
     table = make_table(("share", "total", "count", "mean", "longest", "kind", title), ("kind", title))
     shown = display("us", [kernel.total_us for kernel in rank.top_kernels])
-    room = max(16, console.width - _KERNEL_NUMBERS_COLUMNS)
+    room = _NAME_CHARACTERS if console.columns is None else max(16, console.columns - _KERNEL_NUMBERS_COLUMNS)
     names = shorten_all([printable(kernel.name) for kernel in rank.top_kernels], room)
     for kernel, name in zip(rank.top_kernels, names, strict=True):
         table.add_row(
@@ -162,8 +163,8 @@ def _print_findings(report: Report, console: Terminal) -> None:
     for number, finding in enumerate(report.findings, 1):
         saving = f"{quantity(finding.saving_us, 'us')} a step, {finding.saving_ratio * 100:.0f} %"
         console.print(Text(f"{number}. {finding.title}: {saving}"))
-        console.print(Padding(Text(_sentence(printable(finding.evidence)), style="dim"), (0, 0, 0, 3)))
-        console.print(Padding(Text(printable(finding.suggestion)), (0, 0, 0, 3)))
+        console.print(Padding(Text(_sentence(printable(finding.evidence)), style="dim"), (0, 0, 0, 3), expand=False))
+        console.print(Padding(Text(printable(finding.suggestion)), (0, 0, 0, 3), expand=False))
 
 
 def _print_notes(report: Report, console: Terminal) -> None:

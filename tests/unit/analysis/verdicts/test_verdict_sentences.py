@@ -16,6 +16,8 @@ from rankscope.analysis.verdicts.verdict import (
     Kind,
     Severity,
     Verdict,
+    explanation,
+    gist,
     headline,
     loss,
 )
@@ -49,6 +51,36 @@ THROTTLED = "GPU at 900 of 1,980 MHz; peers at 1,755 MHz"
 )
 def test_a_slow_rank_and_why(cause: Cause, sentence: str) -> None:
     assert headline(replace(SLOW, cause=cause)) == f"rank 2 is slow {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        (replace(SLOW, cause=Cause("device", (), CLOCK, DEVICE)), "reason"),
+        (replace(SLOW, cause=Cause("throttled", (), THROTTLED)), "reason"),
+        (replace(SLOW, reason=THROTTLED, cause=Cause("throttled", (), THROTTLED)), ""),
+        (replace(SLOW, cause=Cause("forward", (LINE,), "40 ms more forward")), "40 ms more forward"),
+        (Verdict(Kind.INPUT_BOUND, "60 % of each step", cause=Cause("input", (), "loader")), "60 % of each step"),
+        (Verdict(Kind.HEALTHY, "nothing stands out"), ""),
+    ],
+)
+def test_an_explanation_does_not_repeat_the_headline(verdict: Verdict, expected: str) -> None:
+    assert explanation(verdict) == expected
+
+
+def test_the_gist_changes_with_the_cause_and_not_with_figures() -> None:
+    slow = replace(SLOW, cause=Cause("device", (), CLOCK, DEVICE))
+    moved = replace(slow, reason="other", confidence=Confidence.LOW, cause=Cause("device", (), "51.0 ms", DEVICE))
+    assert gist(slow) == gist(moved)
+    others = [
+        SLOW,
+        replace(slow, culprits=(3,)),
+        replace(slow, cause=Cause("throttled", (), THROTTLED, DEVICE)),
+        replace(slow, cause=Cause("forward", (LINE,), "", HOST)),
+        replace(slow, cause=Cause("forward", (LINE._replace(line=90),), "", HOST)),
+        Verdict(Kind.HEALTHY, "reason"),
+    ]
+    assert len({gist(verdict) for verdict in (slow, *others)}) == 7
 
 
 def test_a_slow_rank_without_a_cause() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import PurePath
 
 import numpy as np
 import pytest
@@ -360,6 +361,28 @@ class TestDelayInsideBackward:
         random, fleet = np.random.default_rng(0), FleetDetector()
         verdict = [fleet.evaluate({"job": job.window(random, number, evidence)})["job"] for number in range(6)][-1]
         assert (verdict.cause.phase, verdict.cause.frames[0].line) == ("backward", 88)
+
+
+@pytest.mark.parametrize(
+    ("samples", "in_user_line", "named"),
+    [(10, 0.0, []), (10, 0.2, [("parts.py", 90)]), (1000, 0.0, [("_ops.py", 1095)])],
+)
+def test_a_library_line_is_named_only_if_proven(
+    samples: int, in_user_line: float, named: list[tuple[str, int]]
+) -> None:
+    """FSDP2 leaves record_function many times a step: one of ten samples may be there, and none in the slow line."""
+    library = "/venv/lib/python3.11/site-packages/torch/"
+    step = FrameSeen("train", "/job/parts.py", 185, 0.9, 0.9, "communication")
+    op = FrameSeen("TorchBindOpOverload.__call__", f"{library}_ops.py", 1095, 0.3, 0.3, "forward")
+    line = FrameSeen("normalize_features", "/job/parts.py", 90, in_user_line, in_user_line, "forward")
+    slow = StackProfile(samples, {"forward": 0.3 + in_user_line, "communication": 0.6}, (step, op, line))
+    usual = StackProfile(samples, {"communication": 0.9}, (step,))
+    job, random, fleet = HEALTHY.but(slow_ranks={1: 1.6}), np.random.default_rng(0), FleetDetector()
+    evidence = {rank: RankEvidence(stacks=slow if rank == 1 else usual) for rank in range(4)}
+    for number in range(6):
+        cause = fleet.evaluate({"job": job.window(random, number, evidence)})["job"].cause
+    assert cause.phase == "forward"
+    assert [(PurePath(frame.file).name, frame.line) for frame in cause.frames] == named
 
 
 def test_a_line_is_named_only_where_it_explains_the_excess() -> None:
