@@ -11,7 +11,8 @@ from random import Random
 
 import numpy as np
 
-from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RECORD_DTYPE
+from rankscope.analysis.verdicts.windows import MAX_COMMUNICATORS
+from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, OTHER_FUNCTION, RECORD_DTYPE
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RECORD_DTYPE as STEP_DTYPE
 from rankscope.daemon.steps.ring_reader import RingError
@@ -23,6 +24,7 @@ from tests.fuzz.mutating import Mutator
 RECORDS = 64
 SIZE_LIMIT = nccl_layout.HEADER_BYTES + RECORDS * nccl_layout.RECORD.size
 STEP_NS = 50_000_000
+FUNCTIONS = {*nccl_layout.FUNCTIONS, OTHER_FUNCTION}
 _OWNER = 77
 _FIXED = nccl_layout.FIXED.size
 
@@ -35,6 +37,8 @@ def _seed(written: int, interface: int = 5) -> bytes:
     nccl_layout.WANTED.pack_into(head, nccl_layout.INTERFACE_OFFSET, interface)
     rows = np.zeros(2, COMMUNICATOR_DTYPE)
     rows["hash"], rows["ranks"], rows["rank"] = (0xAAAA_0000_0001, 0xBBBB_0000_0002), 4, 2
+    rows["issued"], rows["started"], rows["finished"] = RECORDS, RECORDS, (RECORDS, RECORDS - 1)
+    rows["last_issued"] = rows["last_started"] = RECORDS << 8 | 1
     head[nccl_layout.COMMUNICATORS_OFFSET : nccl_layout.COMMUNICATORS_OFFSET + rows.nbytes] = rows.tobytes()
     made = np.zeros(RECORDS, RECORD_DTYPE)
     numbers = np.arange(1, RECORDS + 1)
@@ -92,6 +96,12 @@ def _check(times: NcclTimes, steps: int) -> None:
     for group in times.groups:
         assert 0 <= group.number < 1 << 53 and 0 <= group.position < group.size, group
         assert 0 < group.samples <= steps and 0 <= group.seconds <= 86_400 * RECORDS, group
+    assert len(times.communicators) <= MAX_COMMUNICATORS
+    for row in times.communicators:
+        assert 0 <= row.number < 1 << 53 and 0 <= row.position < row.size and 2 <= row.size <= 10_000_000, row
+        assert row.finished <= row.started <= 1 << 53 and row.issued <= 1 << 53, row
+        for last in (row.last_issued, row.last_started, row.last_finished):
+            assert last is None or (last.function in FUNCTIONS and 0 <= last.sequence < 1 << 32), row
 
 
 class _Sealing:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.profiles.frames import Frame, Stack
+from rankscope.analysis.verdicts.windows import Communicator
 
 Column: TypeAlias = npt.NDArray[np.float64]
 
@@ -148,6 +149,7 @@ class StepSample(StepColumns):
     collectives_completed: int | None = None
     groups: tuple[GroupSpan, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
+    communicators: tuple[Communicator, ...] = ()  # of NCCL
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,7 @@ def _sample(
         collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
         groups=groups if progress.next_sequence is not None else (),
         is_blind=is_blind,
+        communicators=nccl.communicators,
     )
     return sample, replace(
         progress,
