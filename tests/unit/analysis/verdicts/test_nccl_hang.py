@@ -121,7 +121,7 @@ def test_a_chain_of_waits_ends_at_its_cause() -> None:
     )
 
 
-def test_a_chain_whose_end_does_not_report_blames_nobody_in_it() -> None:
+def test_a_chain_without_its_end_blames_nobody_in_it() -> None:
     rows = chain() | {5: ()}
     verdict = judge(rows, {5: replace(SPINNING, phase="input", stack=("read (/app/data.py:3)",), is_working=False)})
     assert verdict is not None
@@ -211,7 +211,7 @@ def test_a_pipeline_waits_for_the_stage_in_no_operation() -> None:
     )
 
 
-def test_members_that_take_no_part_in_messages_are_not_a_cycle() -> None:
+def test_members_without_part_in_messages_are_no_cycle() -> None:
     rows = {
         0: (inside(PIPELINE, 0, "Recv", 0), outside(TENSOR, 0, "AllReduce", 5)),
         1: (inside(TENSOR, 1, "AllReduce", 6), outside(PIPELINE, 1, "Send", 0)),
@@ -221,7 +221,7 @@ def test_members_that_take_no_part_in_messages_are_not_a_cycle() -> None:
     assert "wait for each other in different groups" not in verdict.reason
 
 
-def test_a_rank_that_waits_by_other_means_comes_after_idle_ones() -> None:
+def test_ranks_waiting_by_other_means_come_after_idle_ones() -> None:
     """Rank 0 waits in a barrier of gloo for rank 2."""
     rows = one_missing() | {0: (outside(WORLD, 0, "AllReduce", 4710),)}
     in_barrier = Stall(9.0, "communication", ("barrier (/app/train.py:3)",), same_stack_looks=3)
