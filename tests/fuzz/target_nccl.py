@@ -12,8 +12,9 @@ from random import Random
 
 import numpy as np
 
+from rankscope.analysis.verdicts.windows import MAX_COMMUNICATORS
 from rankscope.daemon.steps import nccl_bandwidth
-from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RECORD_DTYPE
+from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, OTHER_FUNCTION, RECORD_DTYPE
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RECORD_DTYPE as STEP_DTYPE
 from rankscope.daemon.steps.ring_reader import RingError
@@ -25,6 +26,7 @@ from tests.fuzz.mutating import Mutator
 RECORDS = 64
 SIZE_LIMIT = nccl_layout.HEADER_BYTES + RECORDS * nccl_layout.RECORD.size
 STEP_NS = 50_000_000
+FUNCTIONS = {*nccl_layout.FUNCTIONS, OTHER_FUNCTION}
 _OWNER = 77
 _FIXED = nccl_layout.FIXED.size
 
@@ -37,6 +39,8 @@ def _seed(written: int, interface: int = 5) -> bytes:
     nccl_layout.WANTED.pack_into(head, nccl_layout.INTERFACE_OFFSET, interface)
     rows = np.zeros(2, COMMUNICATOR_DTYPE)
     rows["hash"], rows["ranks"], rows["rank"] = (0xAAAA_0000_0001, 0xBBBB_0000_0002), 4, 2
+    rows["issued"], rows["started"], rows["finished"] = RECORDS, RECORDS, (RECORDS, RECORDS - 1)
+    rows["last_issued"] = rows["last_started"] = RECORDS << 8 | 1
     head[nccl_layout.COMMUNICATORS_OFFSET : nccl_layout.COMMUNICATORS_OFFSET + rows.nbytes] = rows.tobytes()
     made = np.zeros(RECORDS, RECORD_DTYPE)
     numbers = np.arange(1, RECORDS + 1)
@@ -100,6 +104,12 @@ def _check(times: NcclTimes, steps: int) -> None:
         assert rate.function in nccl_bandwidth.FUNCTIONS and rate.protocol in nccl_bandwidth.PROTOCOLS, rate
         assert math.isfinite(rate.bytes_per_step) and rate.bytes_per_step > 0, rate
         assert rate.bus_bytes_per_second is None or 0 < rate.bus_bytes_per_second < 1e14, rate
+    assert len(times.communicators) <= MAX_COMMUNICATORS
+    for row in times.communicators:
+        assert 0 <= row.number < 1 << 53 and 0 <= row.position < row.size and 2 <= row.size <= 10_000_000, row
+        assert row.finished <= row.started <= 1 << 53 and row.issued <= 1 << 53, row
+        for last in (row.last_issued, row.last_started, row.last_finished):
+            assert last is None or (last.function in FUNCTIONS and 0 <= last.sequence < 1 << 32), row
 
 
 class _Sealing:

@@ -1,7 +1,8 @@
 /* Calls the plugin as NCCL does. Usage: stand_in LIBRARY VERSION COMMUNICATORS OPERATIONS CASE
  * Each communicator has a thread that issues operations, as the caller of NCCL does, and one that plays their kernels, as
  * NCCL's proxy does. Cases: plain, graph (one operation is played many times), fork, again (all communicators are
- * destroyed, the library is unloaded and loaded again), many (more communicators than the plugin knows). */
+ * destroyed, the library is unloaded and loaded again), many (more communicators than the plugin knows), stuck (the last
+ * operation never ends, as one that another rank does not enter). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -37,7 +38,7 @@ static struct profiler *plugin;
 static void *library;
 static int version, mask;
 static long operations;
-static int is_graph;
+static int is_graph, is_stuck;
 
 struct communicator { void *context; uint64_t hash; };
 
@@ -79,6 +80,7 @@ static void play(struct communicator *on, void *operation, long number) {
     void *handle = NULL;
     plugin->start(on->context, &handle, &told);
     uint64_t stop = told.kernel.timer + 700;
+    if (is_stuck && number + 1 == operations) continue;
     if (handle) plugin->change(handle, 22, &stop), plugin->stop(handle);
   }
 }
@@ -99,7 +101,7 @@ int main(int count, char **words) {
   if (count != 6) return 2;
   version = atoi(words[2]);
   int communicators = atoi(words[3]), rounds = !strcmp(words[5], "again") ? 3 : 1;
-  operations = atol(words[4]), is_graph = !strcmp(words[5], "graph");
+  operations = atol(words[4]), is_graph = !strcmp(words[5], "graph"), is_stuck = !strcmp(words[5], "stuck");
   struct communicator all[256];
   pthread_t threads[256];
   for (int round = 0; round < rounds; round++) {
@@ -115,7 +117,7 @@ int main(int count, char **words) {
     for (int n = 0; n < communicators; n++) pthread_create(&threads[n], NULL, run, &all[n]);
     for (int n = 0; n < communicators; n++) pthread_join(threads[n], NULL);
     plugin->start(NULL, &(void *){NULL}, &(struct description){.type = 2}); /* of a communicator without context */
-    if (round + 1 < rounds || !strcmp(words[5], "plain")) {
+    if (round + 1 < rounds || is_stuck || !strcmp(words[5], "plain")) {
       printf("mask %d\n", mask);
       if (round + 1 == rounds) return 0; /* a job that never destroys its communicators */
     }

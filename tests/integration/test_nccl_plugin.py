@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.daemon.steps.nccl_reader import NcclMemory, Table, read_memory, read_records
+from rankscope.daemon.steps.nccl_reader import NcclMemory, Table, communicators, read_memory, read_records
 from rankscope.probe import nccl_layout
 from rankscope.probe.nccl_plugin import NcclPlugin, library
 
@@ -106,6 +106,12 @@ def test_each_replay_of_a_graph_is_recorded(player: Player) -> None:
     # The captured operation stays known while many others come and go.
     played = player.play(4, 1, 40_000, "graph")
     assert (played.memory.written, played.memory.lost) == (80_000, 0)
+
+
+def test_an_operation_that_does_not_end_is_seen_as_busy(player: Player) -> None:
+    rows = communicators(player.play(5, 2, 10, "stuck").memory)
+    assert [(row.issued, row.started, row.finished, row.is_busy) for row in rows] == [(10, 10, 9, True)] * 2
+    assert {(row.last_started, row.last_finished) for row in rows} == {(("AllReduce", 9), ("AllReduce", 8))}
 
 
 def test_a_forked_process_records_nothing(player: Player) -> None:

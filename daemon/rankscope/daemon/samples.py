@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.profiles.frames import Frame, Stack
+from rankscope.analysis.verdicts.windows import Communicator
 
 Column: TypeAlias = npt.NDArray[np.float64]
 
@@ -176,6 +177,7 @@ class StepSample(StepColumns):
     collectives: tuple[CollectiveRate, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
     long_steps: LongSteps | None = None  # None: what was waited in them is not known
+    communicators: tuple[Communicator, ...] = ()  # of NCCL
 
 
 @dataclass(frozen=True)

@@ -616,6 +616,87 @@ class StackSummary(_message.Message):
 Global___StackSummary: _TypeAlias = StackSummary  # noqa: Y015
 
 @_typing.final
+class NcclOperation(_message.Message):
+    """An operation of NCCL."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    function: _builtins.str
+    sequence: _builtins.int
+    """NCCL counts each function of a communicator by itself, whether or not the plugin listens. 0 for messages."""
+    def __init__(
+        self,
+        *,
+        function: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["function", b"function", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NcclOperation: _TypeAlias = NcclOperation  # noqa: Y015
+
+@_typing.final
+class NcclCommunicator(_message.Message):
+    """A communicator, as the NCCL plugin of this rank counts it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    ISSUED_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    LAST_ISSUED_FIELD_NUMBER: _builtins.int
+    LAST_STARTED_FIELD_NUMBER: _builtins.int
+    LAST_FINISHED_FIELD_NUMBER: _builtins.int
+    UNCHANGED_SECONDS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """the same on all members, below 2^53"""
+    size: _builtins.int
+    position: _builtins.int
+    """of this rank"""
+    issued: _builtins.int
+    """Operations. A CUDA graph may issue one once and start it many times."""
+    started: _builtins.int
+    """on the GPU"""
+    finished: _builtins.int
+    unchanged_seconds: _builtins.float
+    """for which none was seen to start or finish"""
+    @_builtins.property
+    def last_issued(self) -> Global___NcclOperation: ...
+    @_builtins.property
+    def last_started(self) -> Global___NcclOperation: ...
+    @_builtins.property
+    def last_finished(self) -> Global___NcclOperation: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        size: _builtins.int = ...,
+        position: _builtins.int = ...,
+        issued: _builtins.int = ...,
+        started: _builtins.int = ...,
+        finished: _builtins.int = ...,
+        last_issued: Global___NcclOperation | None = ...,
+        last_started: Global___NcclOperation | None = ...,
+        last_finished: Global___NcclOperation | None = ...,
+        unchanged_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_finished", b"last_finished", "last_issued", b"last_issued", "last_started", b"last_started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "issued", b"issued", "last_finished", b"last_finished", "last_issued", b"last_issued", "last_started", b"last_started", "number", b"number", "position", b"position", "size", b"size", "started", b"started", "unchanged_seconds", b"unchanged_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NcclCommunicator: _TypeAlias = NcclCommunicator  # noqa: Y015
+
+@_typing.final
 class Stall(_message.Message):
     """Where a rank stands that has not finished a step for a while."""
 
@@ -629,6 +710,7 @@ class Stall(_message.Message):
     SAME_STACK_LOOKS_FIELD_NUMBER: _builtins.int
     IS_WORKING_FIELD_NUMBER: _builtins.int
     IS_STOPPED_FIELD_NUMBER: _builtins.int
+    COMMUNICATORS_FIELD_NUMBER: _builtins.int
     seconds_since_step: _builtins.float
     phase: _builtins.str
     collectives_enqueued: _builtins.int
@@ -644,6 +726,10 @@ class Stall(_message.Message):
     def stack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """innermost first: "function (file:line)" """
 
+    @_builtins.property
+    def communicators(self) -> _containers.RepeatedCompositeFieldContainer[Global___NcclCommunicator]:
+        """Those with operations under way first, 8 at most. While the plugin does not listen, only those."""
+
     def __init__(
         self,
         *,
@@ -655,10 +741,11 @@ class Stall(_message.Message):
         same_stack_looks: _builtins.int | None = ...,
         is_working: _builtins.bool | None = ...,
         is_stopped: _builtins.bool | None = ...,
+        communicators: _abc.Iterable[Global___NcclCommunicator] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_is_stopped", b"_is_stopped", "_is_working", b"_is_working", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "is_stopped", b"is_stopped", "is_working", b"is_working", "phase", b"phase", "same_stack_looks", b"same_stack_looks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_is_stopped", b"_is_stopped", "_is_working", b"_is_working", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "is_stopped", b"is_stopped", "is_working", b"is_working", "phase", b"phase", "same_stack_looks", b"same_stack_looks", "seconds_since_step", b"seconds_since_step", "stack", b"stack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_is_stopped", b"_is_stopped", "_is_working", b"_is_working", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "communicators", b"communicators", "is_stopped", b"is_stopped", "is_working", b"is_working", "phase", b"phase", "same_stack_looks", b"same_stack_looks", "seconds_since_step", b"seconds_since_step", "stack", b"stack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__collectives_completed: _TypeAlias = _typing.Literal["collectives_completed"]  # noqa: Y015
     _WhichOneofArgType__collectives_completed: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed"]  # noqa: Y015

@@ -30,10 +30,15 @@ class NcclWriter:
         self.plugin = NcclPlugin()
         self.descriptor = self.plugin._make_memory()
         self._records = 0
+        self.count()
+        self.load()
+
+    def count(self, **counters: int) -> None:
         row = np.zeros(1, COMMUNICATOR_DTYPE)
         row["hash"], row["ranks"], row["rank"] = HASH, 4, 2
+        for name, value in counters.items():
+            row[name] = value
         os.pwrite(self.descriptor, row.tobytes(), nccl_layout.COMMUNICATORS_OFFSET)
-        self.load()
 
     def load(self, interface: int = 5) -> None:
         os.pwrite(self.descriptor, nccl_layout.WANTED.pack(interface), nccl_layout.INTERFACE_OFFSET)
@@ -118,6 +123,19 @@ def test_the_metric_has_no_collective_twice(writer: Writer, nccl: NcclWriter) ->
     (series,) = families["rankscope_rank_group_seconds"].samples
     assert (series.labels["kind"], series.labels["group"]) == ("nccl", f"{HASH:x}")
     assert series.value == pytest.approx(0.012)
+
+
+def test_an_operation_is_seen_while_no_step_ends(writer: Writer, nccl: NcclWriter) -> None:
+    collector = StepsCollector()
+    writer.ring.write_facts({"nccl_descriptor": nccl.descriptor})
+    step(writer)
+    for started in (5, 6):
+        nccl.count(issued=9, started=started, finished=5, last_started=4711 << 8 | 1)
+        sample = sample_of(collector)
+        (row,) = sample.communicators
+        assert (row.number, row.size, row.position, row.is_busy) == (HASH, 4, 2, started == 6)
+        assert row.last_started == ("AllReduce", 4711)
+    assert not len(sample.step_seconds)
 
 
 def kinds_without_nccl(sample: StepSample) -> bool:

@@ -9,6 +9,7 @@ from itertools import islice
 from rankscope.analysis.profiles.frames import is_user_code
 from rankscope.analysis.profiles.phases import CHECKPOINT, COMMUNICATION, COMPILE, WAITING_PHASES, names_phase
 from rankscope.analysis.profiles.stack_groups import group_stacks, places_text, stack_of
+from rankscope.analysis.verdicts.nccl_hang import find_missing, waits_in_nccl
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import ENDED, STOPPED, Cause, Confidence, Kind, Severity, Verdict, ranks
 from rankscope.analysis.verdicts.windows import FrameSeen, Stall, step_phase
@@ -52,11 +53,13 @@ def find_hang(
 
 
 def _waiting(standing: Mapping[int, Stall]) -> frozenset[int]:
-    """The ranks that wait for others, by their stacks or by their counters of collectives."""
+    """The ranks that wait for others, by their stacks, by NCCL or by their counters of collectives."""
     entered = max((stall.collectives_enqueued or 0 for stall in standing.values()), default=0)
     left = max((stall.collectives_completed or 0 for stall in standing.values()), default=0)
     return frozenset(
-        rank for rank, stall in standing.items() if _waits(stall) or _is_in_collective(stall, entered, left)
+        rank
+        for rank, stall in standing.items()
+        if _waits(stall) or waits_in_nccl(stall) or _is_in_collective(stall, entered, left)
     )
 
 
@@ -73,7 +76,7 @@ def _is_at_work(stall: Stall, waits: bool, policy: Policy) -> bool:
     if stall.phase == CHECKPOINT:
         return stall.is_working is not False
     # A loop that never ends works, too. Only counters show that the others are in the same collective all the time.
-    is_counted = stall.collectives_enqueued is not None
+    is_counted = stall.collectives_enqueued is not None or bool(stall.communicators)
     return bool(stall.is_working) and not (is_counted and stall.seconds_since_step >= policy.hang_working_seconds)
 
 
@@ -86,7 +89,7 @@ def _waits(stall: Stall) -> bool:
 
 def _is_stuck(stall: Stall) -> bool:
     """Of a rank that waits: it was found in the same place twice, or there are no stacks."""
-    return stall.phase is None or (stall.same_stack_looks or 0) >= 2
+    return stall.phase is None or (stall.same_stack_looks or 0) >= 2 or waits_in_nccl(stall)
 
 
 def _is_in_collective(stall: Stall, most_entered: int, most_left: int) -> bool:
@@ -110,9 +113,12 @@ def _culprits(
     stopped = tuple(sorted(rank for rank, stall in standing.items() if stall.is_stopped))
     if stopped and len(stopped) < len(standing):
         return stopped, "a signal has stopped it while the others wait for it", STOPPED
-    culprits, how = _behind_in_collectives(standing, waiting)
-    if not culprits:
-        culprits, how = _not_waiting(standing, waiting)
+    if (found := find_missing(standing)) is not None:
+        culprits, how = found.culprits, found.text
+    else:
+        culprits, how = _behind_in_collectives(standing, waiting)
+        if not culprits:
+            culprits, how = _not_waiting(standing, waiting)
     return culprits, how, step_phase(standing[culprits[0]].phase or "unknown") if culprits else "unknown"
 
 

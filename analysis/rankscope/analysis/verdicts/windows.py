@@ -104,6 +104,36 @@ class StackProfile:
     seconds: float = 0.0  # that the samples stand for; 0: not known
 
 
+# Of a rank that has stalled.
+MAX_COMMUNICATORS = 8
+
+
+class NcclOperation(NamedTuple):
+    function: str
+    sequence: int  # of its function, in its communicator; 0 for messages
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A communicator of NCCL, as one of its members counts it."""
+
+    number: int  # the same on all members
+    size: int
+    position: int  # of this member
+    issued: int
+    started: int  # on the GPU; more than were issued where a CUDA graph plays them again
+    finished: int
+    last_issued: NcclOperation | None = None
+    last_started: NcclOperation | None = None
+    last_finished: NcclOperation | None = None
+    unchanged_seconds: float = 0.0  # for which no operation was seen to start or finish
+
+    @property
+    def is_busy(self) -> bool:
+        """The GPU is in an operation."""
+        return self.started > self.finished
+
+
 @dataclass(frozen=True)
 class Stall:
     seconds_since_step: float
@@ -114,6 +144,7 @@ class Stall:
     same_stack_looks: int | None = None
     is_working: bool | None = None  # uses CPU, reads or writes, or goes from place to place
     is_stopped: bool = False  # by a signal
+    communicators: tuple[Communicator, ...] = ()
 
 
 @dataclass(frozen=True)

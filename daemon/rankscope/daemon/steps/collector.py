@@ -213,6 +213,7 @@ def _sample(
         collectives=nccl.collectives,
         is_blind=is_blind,
         long_steps=found_long,
+        communicators=nccl.communicators,
     )
     return sample, replace(
         progress,

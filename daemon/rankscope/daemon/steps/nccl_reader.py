@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rankscope.analysis.verdicts.windows import MAX_COMMUNICATORS, Communicator, NcclOperation
 from rankscope.daemon.steps.ring_reader import SEALS_NEEDED, RingError, seals_of
 from rankscope.probe import nccl_layout
 
@@ -47,6 +48,11 @@ assert RECORD_DTYPE.itemsize == nccl_layout.RECORD.size
 assert COMMUNICATOR_DTYPE.itemsize == nccl_layout.COMMUNICATOR.size
 
 RECORDS_AT_MOST = 1 << 53
+OPERATIONS_AT_MOST = 1 << 53
+SEQUENCES_AT_MOST = 1 << 32
+RANKS_AT_MOST = 10_000_000
+NUMBER_MASK = (1 << 53) - 1  # so that it survives as a float
+OTHER_FUNCTION = "operation"
 
 Table: TypeAlias = npt.NDArray[np.void]
 
@@ -58,6 +64,7 @@ class NcclMemory:
     interface: int  # 0: NCCL has not loaded the plugin
     written: int
     lost: int
+    is_listening: bool  # to operations, as of the last step
     communicators: Table
 
 
@@ -88,10 +95,47 @@ def read_memory(fd: int) -> NcclMemory:
     written, lost = nccl_layout.COUNTERS.unpack_from(head, nccl_layout.COUNTERS_OFFSET)
     if written > RECORDS_AT_MOST:
         raise RingError("corrupt", f"the NCCL plugin claims {written} records")
+    (wanted,) = nccl_layout.WANTED.unpack_from(head, nccl_layout.WANTED_OFFSET)
     (interface,) = nccl_layout.WANTED.unpack_from(head, nccl_layout.INTERFACE_OFFSET)
     rows = np.frombuffer(head, COMMUNICATOR_DTYPE, nccl_layout.COMMUNICATORS, nccl_layout.COMMUNICATORS_OFFSET)
     good = (rows["hash"] != 0) & (rows["rank"] < rows["ranks"])
-    return NcclMemory(memory_id, owner_pid, interface, written, lost, rows[good])
+    is_listening = wanted & nccl_layout.WANT_OPERATIONS == nccl_layout.WANT_OPERATIONS
+    return NcclMemory(memory_id, owner_pid, interface, written, lost, is_listening, rows[good])
+
+
+def communicators(memory: NcclMemory) -> tuple[Communicator, ...]:
+    """The state of those with more than one member, busy ones first, then by operations. While the plugin does not
+    listen, only busy ones: the others may have issued operations that it did not see."""
+    if not memory.interface:
+        return ()
+    found = [row for row in (_communicator(row, memory.lost) for row in memory.communicators) if row is not None]
+    known = [row for row in found if row.is_busy or memory.is_listening]
+    known.sort(key=lambda row: (not row.is_busy, -row.issued, row.number))
+    return tuple(known[:MAX_COMMUNICATORS])
+
+
+def _communicator(row: np.void, lost: int) -> Communicator | None:
+    """None where it cannot be right."""
+    size, position = int(row["ranks"]), int(row["rank"])
+    issued, started, finished = (int(row[name]) for name in ("issued", "started", "finished"))
+    lasts = [int(row[f"last_{name}"]) for name in ("issued", "started", "finished")]
+    # A CUDA graph starts an operation more often than it is issued.
+    is_right = 2 <= size <= RANKS_AT_MOST and finished <= started and max(issued, started) <= OPERATIONS_AT_MOST
+    if not is_right or max(lasts) >> 8 >= SEQUENCES_AT_MOST:
+        return None
+    if started - finished <= lost and lasts[1] == lasts[2]:
+        finished = started  # it has ended as well: the plugin had no place to note it
+    done = (issued, started, finished)
+    last_issued, last_started, last_finished = map(_operation, lasts, done)
+    number = int(row["hash"]) & NUMBER_MASK
+    return Communicator(number, size, position, *done, last_issued, last_started, last_finished)
+
+
+def _operation(word: int, count: int) -> NcclOperation | None:
+    """The last of so many."""
+    number, names = word & 0xFF, nccl_layout.FUNCTIONS
+    function = names[number - 1] if 0 < number <= len(names) else OTHER_FUNCTION
+    return NcclOperation(function, word >> 8) if count else None
 
 
 def read_records(fd: int, after: int, written: int) -> NcclRecords:

@@ -6,18 +6,19 @@ later."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.verdicts.window_columns import LONGEST_SECONDS
+from rankscope.analysis.verdicts.windows import Communicator
 from rankscope.daemon.samples import CollectiveRate, GroupSpan
 from rankscope.daemon.steps import nccl_reader
 from rankscope.daemon.steps.long_steps import Mask, with_neighbours
 from rankscope.daemon.steps.nccl_bandwidth import collective_rates
-from rankscope.daemon.steps.nccl_reader import NcclRecords, Table
+from rankscope.daemon.steps.nccl_reader import NUMBER_MASK, NcclMemory, NcclRecords, Table
 from rankscope.daemon.steps.ring_reader import Records, RingError, open_memfd
 from rankscope.probe import nccl_layout, ring_layout
 
@@ -25,7 +26,6 @@ Nanos: TypeAlias = npt.NDArray[np.int64]
 Seconds: TypeAlias = npt.NDArray[np.float64]
 
 CLOCK_AT_MOST_NS = 1 << 62
-NUMBER_MASK = (1 << 53) - 1  # so that it survives as a float
 _MESSAGES = [nccl_layout.FUNCTIONS.index(name) + 1 for name in ("SendRecv", "Send", "Recv")]
 
 
@@ -45,33 +45,41 @@ class NcclTimes:
     wait_seconds: Seconds | None = None  # in collectives and messages
     groups: tuple[GroupSpan, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
+    communicators: tuple[Communicator, ...] = ()  # as they are now, whether or not a step ended
 
 
 def read_nccl(
-    link: str, owner_pid: int, before: NcclProgress, steps: Records, is_long: Mask
+    link: str, owner_pid: int, before: NcclProgress, steps: Records, is_long: Mask | None = None
 ) -> tuple[NcclTimes, NcclProgress]:
-    """The times of these steps, from the memory behind a link in /proc. Raises OSError or RingError if that cannot be
-    read or cannot be right."""
+    """The times of these steps and the communicators, from the memory behind a link in /proc. Raises OSError or
+    RingError if that cannot be read or cannot be right."""
     fd = open_memfd(link)
     try:
         memory = nccl_reader.read_memory(fd)
         if memory.owner_pid != owner_pid:
             raise RingError("owner", f"the memory of the NCCL plugin belongs to pid {memory.owner_pid}; ignored")
-        if not memory.interface:
-            return NcclTimes(), before
-        if before.read is None or before.memory_id != memory.memory_id or before.read > memory.written:
-            # What is there belongs to steps before these.
-            return NcclTimes(), NcclProgress(memory.memory_id, memory.written)
-        if not len(steps):
-            return NcclTimes(), before
-        records = nccl_reader.read_records(fd, before.read, memory.written)
+        found, progress = _read_times(fd, memory, before, steps, is_long)
     finally:
         os.close(fd)
+    return replace(found, communicators=nccl_reader.communicators(memory)), progress
+
+
+def _read_times(
+    fd: int, memory: NcclMemory, before: NcclProgress, steps: Records, is_long: Mask | None
+) -> tuple[NcclTimes, NcclProgress]:
+    if not memory.interface:
+        return NcclTimes(), before
+    if before.read is None or before.memory_id != memory.memory_id or before.read > memory.written:
+        # What is there belongs to steps before these.
+        return NcclTimes(), NcclProgress(memory.memory_id, memory.written)
+    if not len(steps):
+        return NcclTimes(), before
+    records = nccl_reader.read_records(fd, before.read, memory.written)
     return times(records, memory.communicators, before, steps, is_long)
 
 
 def times(
-    records: NcclRecords, communicators: Table, before: NcclProgress, steps: Records, is_long: Mask
+    records: NcclRecords, communicators: Table, before: NcclProgress, steps: Records, is_long: Mask | None = None
 ) -> tuple[NcclTimes, NcclProgress]:
     """Of the steps of which all operations are known; by communicator, of those that are not long."""
     ends = np.maximum.accumulate(steps["end_ns"])
@@ -90,8 +98,11 @@ def times(
     if records.overwritten:
         groups = group_spans(found, communicators, steps, known, share)
         return NcclTimes(groups=groups, collectives=rates), progress
-    usual = known & ~with_neighbours(is_long)
-    groups = group_spans(found, communicators, steps, usual if usual.any() else known & ~is_long, share)
+    usual = known
+    if is_long is not None:
+        far = known & ~with_neighbours(is_long)
+        usual = far if far.any() else known & ~is_long
+    groups = group_spans(found, communicators, steps, usual, share)
     in_collectives, waited = (
         np.where(known, seconds_by_step(some, ends), np.nan) for some in (found.take(~found.is_message), found)
     )

@@ -6,12 +6,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
 
 from rankscope.analysis.profiles.frames import Frame
+from rankscope.analysis.verdicts.windows import Communicator
 from rankscope.common.text import printable
 from rankscope.daemon.procfs import CLOCK_TICKS_PER_SECOND
 from rankscope.daemon.samples import (
@@ -26,7 +27,7 @@ from rankscope.daemon.samples import (
     StepSample,
 )
 from rankscope.daemon.windows.window import NAME_CHARACTERS, RankSamples
-from rankscope.v1.window_pb2 import RankWindow, Stall
+from rankscope.v1.window_pb2 import NcclCommunicator, NcclOperation, RankWindow, Stall
 
 STALL_SECONDS = 3.0
 STALL_STEPS = 8
@@ -76,6 +77,7 @@ class _Memory:
     was_at_work: bool | None = None  # between the last two looks
     same_stack_looks: int = 0
     collectives_enqueued: int | None = None
+    communicators: Mapping[tuple[int, int], Communicator] = field(default_factory=dict)  # by number and position
     dumps: int = 0
     dumped_at: float | None = None
 
@@ -195,6 +197,7 @@ def _is_active(before: Activity | None, now: Activity | None) -> bool:
 def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | None:
     known = ~np.isnan(sample.step_seconds)
     memory.step_seconds.extend(sample.step_seconds[known][-STEPS_REMEMBERED:].tolist())
+    _note_communicators(memory, sample.communicators, span)
     if sample.steps_total < 1 or sample.last_step_unix_nanos is None:
         return None
     seconds_since_step = _since_step(memory, sample, span)
@@ -207,7 +210,33 @@ def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | 
         seconds_since_step=seconds_since_step,
         collectives_enqueued=sample.collectives_enqueued,
         collectives_completed=sample.collectives_completed,
+        communicators=map(_communicator_message, memory.communicators.values()),
     )
+
+
+def _note_communicators(memory: _Memory, now: Sequence[Communicator], span: Span) -> None:
+    """Evaluations communicate as well. A rank that hangs is in the same operation all the time."""
+    noted = {}
+    for one in now:
+        before = memory.communicators.get((one.number, one.position))
+        if before is not None and _done(before) == _done(one):
+            one = replace(one, unchanged_seconds=before.unchanged_seconds + span.seconds)
+        noted[one.number, one.position] = one
+    memory.communicators = noted
+
+
+def _done(one: Communicator) -> tuple[object, ...]:
+    return one.started, one.finished, one.last_started, one.last_finished
+
+
+def _communicator_message(one: Communicator) -> NcclCommunicator:
+    message = NcclCommunicator()
+    for name, value in vars(one).items():
+        if isinstance(value, tuple):
+            getattr(message, name).CopyFrom(NcclOperation(function=value[0], sequence=value[1]))
+        elif value is not None:
+            setattr(message, name, value)
+    return message
 
 
 def _since_step(memory: _Memory, sample: StepSample, span: Span) -> float:

@@ -17,14 +17,18 @@ from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, gr
 from rankscope.analysis.verdicts.exposed_communication import GroupSpans, group_waits
 from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RANK_FIGURES, columns
 from rankscope.analysis.verdicts.windows import (
+    MAX_COMMUNICATORS,
+    Communicator,
     FrameSeen,
     GpuEvidence,
     JobWindow,
+    NcclOperation,
     RankColumns,
     RankEvidence,
     StackProfile,
     Stall,
 )
+from rankscope.common.text import printable
 from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import window_pb2
 
@@ -174,6 +178,7 @@ _GPU_FIGURES = (
     *("utilization_ratio", "temperature_celsius", "row_remap_pending"),
     *("ecc_uncorrected_errors", "ecc_corrected_errors", "xids"),
 )
+FUNCTION_CHARACTERS = 32
 _STALL_FIGURES = ("phase", "collectives_enqueued", "collectives_completed", "same_stack_looks", "is_working")
 
 
@@ -243,5 +248,16 @@ def stall_of(window: window_pb2.RankWindow) -> Stall | None:
         stall.seconds_since_step,
         stack=tuple(stall.stack),
         is_stopped=stall.is_stopped,
+        communicators=tuple(map(_communicator, stall.communicators[:MAX_COMMUNICATORS])),
         **{name: _known(stall, name) for name in _STALL_FIGURES},
     )
+
+
+def _communicator(told: window_pb2.NcclCommunicator) -> Communicator:
+    counts = (told.number, told.size, told.position, told.issued, told.started, told.finished)
+    issued, started, finished = (_operation(_known(told, f"last_{what}")) for what in ("issued", "started", "finished"))
+    return Communicator(*counts, issued, started, finished, told.unchanged_seconds)
+
+
+def _operation(told: window_pb2.NcclOperation | None) -> NcclOperation | None:
+    return None if told is None else NcclOperation(printable(told.function, FUNCTION_CHARACTERS), told.sequence)
