@@ -117,6 +117,10 @@ class LongSteps:
     waited_seconds: float = 0.0  # of it, in collectives: for a rank that was late
     checkpoint_seconds: float = 0.0  # of it, in checkpoints of this rank
     late_steps: int = 0  # in which this rank was late
+    # Means of the other steps; None where it is not known.
+    usual_wait_seconds: float | None = None
+    usual_self_seconds: float | None = None
+    usual_checkpoint_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,9 @@ class LongSteps(_message.Message):
     WAITED_SECONDS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_SECONDS_FIELD_NUMBER: _builtins.int
     LATE_STEPS_FIELD_NUMBER: _builtins.int
+    USUAL_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    USUAL_SELF_SECONDS_FIELD_NUMBER: _builtins.int
+    USUAL_CHECKPOINT_SECONDS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     seconds: _builtins.float
     waited_seconds: _builtins.float
@@ -144,6 +147,10 @@ class LongSteps(_message.Message):
     """of it, in checkpoints of this rank"""
     late_steps: _builtins.int
     """in which this rank was late"""
+    usual_wait_seconds: _builtins.float
+    """Means of the other steps, by which ranks are compared."""
+    usual_self_seconds: _builtins.float
+    usual_checkpoint_seconds: _builtins.float
     def __init__(
         self,
         *,
@@ -152,12 +159,26 @@ class LongSteps(_message.Message):
         waited_seconds: _builtins.float = ...,
         checkpoint_seconds: _builtins.float = ...,
         late_steps: _builtins.int = ...,
+        usual_wait_seconds: _builtins.float | None = ...,
+        usual_self_seconds: _builtins.float | None = ...,
+        usual_checkpoint_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_seconds", b"checkpoint_seconds", "late_steps", b"late_steps", "seconds", b"seconds", "steps", b"steps", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "checkpoint_seconds", b"checkpoint_seconds", "late_steps", b"late_steps", "seconds", b"seconds", "steps", b"steps", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__usual_checkpoint_seconds: _TypeAlias = _typing.Literal["usual_checkpoint_seconds"]  # noqa: Y015
+    _WhichOneofArgType__usual_checkpoint_seconds: _TypeAlias = _typing.Literal["_usual_checkpoint_seconds", b"_usual_checkpoint_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__usual_self_seconds: _TypeAlias = _typing.Literal["usual_self_seconds"]  # noqa: Y015
+    _WhichOneofArgType__usual_self_seconds: _TypeAlias = _typing.Literal["_usual_self_seconds", b"_usual_self_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__usual_wait_seconds: _TypeAlias = _typing.Literal["usual_wait_seconds"]  # noqa: Y015
+    _WhichOneofArgType__usual_wait_seconds: _TypeAlias = _typing.Literal["_usual_wait_seconds", b"_usual_wait_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__usual_checkpoint_seconds) -> _WhichOneofReturnType__usual_checkpoint_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__usual_self_seconds) -> _WhichOneofReturnType__usual_self_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__usual_wait_seconds) -> _WhichOneofReturnType__usual_wait_seconds | None: ...
 
 Global___LongSteps: _TypeAlias = LongSteps  # noqa: Y015
 

@@ -118,9 +118,7 @@ class Observation(NamedTuple):
 
 def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStepHistory, policy: Policy) -> Observation:
     window, summary = ready.window, ready.summary
-    late = long_steps.add(
-        window.columns, summary.long_seconds, summary.step_seconds, is_contended(summary, policy), policy
-    )
+    late = long_steps.add(window.columns, summary.long_seconds, summary.step_seconds, policy)
     screen = outlier = imbalance = stage = lingering_stage = transfer = None
     any_outlier = summary.outliers > 0
     # Absurd times have outliers without a spread.

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import ceil, exp, lgamma, log, log1p
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +78,7 @@ class _Window(NamedTuple):
     lost_seconds: float = 0.0
     lost_by_some_seconds: float = 0.0  # of it, by ranks that were late when others were not
     lost_steps: float = 0.0
-    is_contended: bool = False
+    queued_seconds: float = 0.0  # for a CPU, by the typical rank
     # Of these ranks.
     ranks: Ints = np.empty(0, dtype=np.int64)
     late_seconds: Floats = np.empty(0)
@@ -97,14 +99,12 @@ class LongStepHistory:
         self._windows: deque[_Window] = deque()
         self._count = 0
 
-    def add(
-        self, columns: RankColumns, long_seconds: float, step_seconds: float, is_contended: bool, policy: Policy
-    ) -> frozenset[int]:
+    def add(self, columns: RankColumns, long_seconds: float, step_seconds: float, policy: Policy) -> frozenset[int]:
         """The ranks that were late in this window. `long_seconds` and `step_seconds`: of the typical rank."""
         steps = float(np.fmax.reduce(columns.steps, initial=0.0))
         if not (steps > 0 and step_seconds > 0):
             return frozenset()
-        window = _Window(step_seconds * steps, steps, is_contended=is_contended)
+        window = _Window(step_seconds * steps, steps)
         if long_seconds > 0:
             window = _attribute(window, columns, min(long_seconds, step_seconds) * steps)
         elif self._windows and not self._windows[-1].lost_seconds:
@@ -124,9 +124,14 @@ class LongStepHistory:
 def _find(windows: list[_Window], ranks: int, policy: Policy) -> FoundStalls:
     return FoundStalls(
         _of_ranks(windows, ranks, policy),
-        _in_turn([window for window in windows if not window.is_contended], ranks, policy),
+        _in_turn([window for window in windows if not _is_contended(window, policy)], ranks, policy),
         _together(windows, ranks, policy),
     )
+
+
+def _is_contended(window: _Window, policy: Policy) -> bool:
+    """Ranks that share a busy CPU are late in turn because they queue for it."""
+    return window.queued_seconds >= policy.starved_share * window.lost_seconds > 0
 
 
 def _of_ranks(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | None:
@@ -205,10 +210,14 @@ def _between(windows: list[_Window], hits: list[int], policy: Policy, needed: in
     few, or if they have ended."""
     if len(hits) < needed:
         return []
-    span = windows[hits[0] + 1 : hits[-1] + 1]
-    usual_gap = sum(window.windows for window in span) / (len(hits) - 1)
-    since = sum(window.windows for window in windows[hits[-1] + 1 :])
-    return span if since <= max(policy.windows_kept, GAPS_WAITED * usual_gap) else []
+    ends = list(accumulate(window.windows for window in windows))
+    gaps = [ends[after] - ends[before] for before, after in pairwise(hits)]
+    longest = max(policy.windows_kept, GAPS_WAITED * median(gaps))
+    if ends[-1] - ends[hits[-1]] > longest:
+        return []
+    # Those before a long gap belong to something else.
+    first = max((place + 1 for place, gap in enumerate(gaps) if gap > longest), default=0)
+    return windows[hits[first] + 1 : hits[-1] + 1] if len(hits) - first >= needed else []
 
 
 def _lost_by_some(windows: list[_Window]) -> float:
@@ -264,6 +273,7 @@ def _attribute(window: _Window, columns: RankColumns, lost_seconds: float) -> _W
         lost_seconds=lost_seconds,
         lost_by_some_seconds=min(float(own[is_late].sum()), lost_seconds - common),
         lost_steps=median_or_nan(lost_steps),
+        queued_seconds=float(np.nan_to_num(median_or_nan(columns.starved_seconds * steps))),
         ranks=columns.rank[is_late],
         late_seconds=own[is_late],
         late_steps=counted[is_late] * share,

@@ -136,8 +136,9 @@ class RecentWindows:
         rows = np.isin(columns.rank, culprits)
         cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
         # Not the mean: the fault began within one of the windows.
-        usual_impacts = [o.impact_ratio for o in self._recent if o.outliers.intersection(culprits)]
-        impact = self._against_the_past(float(np.median(usual_impacts)), columns) if usual_impacts else 0.0
+        impacts = [one.impact_ratio for one in self._recent if one.outliers.intersection(culprits)]
+        is_usual = stalls is None or len(impacts) >= self._policy.windows_for_alarm
+        impact = self._against_the_past(float(np.median(impacts)), columns) if is_usual and impacts else 0.0
         if stalls is not None:
             impact += stalls.impact_ratio
             cause = replace(cause, stalls=str(stalls))

@@ -68,10 +68,11 @@ def sum_up(
     if not is_known.any():
         return None
     usual_step, usual_wait = _usual(is_long, before, step_seconds, wait_seconds)
-    more_waiting = np.nan_to_num(np.maximum(wait_seconds - usual_wait, 0.0))
-    near = more_waiting.copy()
-    near[1:] += more_waiting[:-1]
-    near[:-1] += more_waiting[1:]
+    near = np.nan_to_num(np.maximum(wait_seconds - usual_wait, 0.0))
+    # That of a neighbour which is long itself belongs to it.
+    of_neighbours = np.where(is_long, 0.0, near)
+    near[1:] += of_neighbours[:-1]
+    near[:-1] += of_neighbours[1:]
     excess = np.maximum(step_seconds - usual_step, 0.0)
     waited = np.minimum(near, excess)
     saved = np.minimum(np.nan_to_num(checkpoint_seconds), excess - waited)
@@ -85,7 +86,15 @@ def sum_up(
         waited_seconds=float(waited[is_known].sum()) * scale,
         checkpoint_seconds=float(saved[is_known].sum()) * scale,
         late_steps=min(round(int((is_late & is_known).sum()) * scale), int(is_long.sum())),
+        usual_wait_seconds=_mean(wait_seconds[~is_long]),
+        usual_self_seconds=_mean(np.maximum(step_seconds - wait_seconds, 0.0)[~is_long]),
+        usual_checkpoint_seconds=_mean(checkpoint_seconds[~is_long]),
     )
+
+
+def _mean(column: Column) -> float | None:
+    known = column[~np.isnan(column)]
+    return float(known.mean()) if len(known) else None
 
 
 def _usual(is_long: Mask, before: RecentSteps, step_seconds: Column, wait_seconds: Column) -> tuple[float, float]:

@@ -105,6 +105,7 @@ COUNT_AT_MOST = (1 << 32) - 1
 # Columns of a step, by the form in which a window holds them.
 STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
 PARTS_OF_SELF = ("input_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "checkpoint_seconds")
+USUAL = ("usual_wait_seconds", "usual_self_seconds", "usual_checkpoint_seconds")
 MEANS = ("communication_seconds", *PARTS_OF_SELF, "host_seconds", "run_ahead_seconds")
 SOURCES_OF_WAIT = {
     ring_layout.GROUP_NCCL: "NCCL",
@@ -424,11 +425,11 @@ def _set_long_steps_apart(row: dict[str, float], window: RankWindow) -> None:
     row["late_seconds"] = late_seconds(long) / window.steps
     row["long_ratio"] = long.steps / window.steps
     row["late_ratio"] = long.late_steps / window.steps
-    by_itself = max(long.seconds - long.waited_seconds, 0.0)
-    beyond = {"self": by_itself, "wait": long.waited_seconds, "checkpoint": long.checkpoint_seconds}
-    for name, seconds in beyond.items():
-        if f"{name}_seconds" in row:
-            row[f"{name}_seconds"] = max(row[f"{name}_seconds"] - seconds / window.steps, 0.0)
+    row |= {
+        name.removeprefix("usual_"): seconds
+        for name, seconds in measured(long, USUAL).items()
+        if name.removeprefix("usual_") in row
+    }
 
 
 def _shown_values(window: RankWindow) -> dict[str, float]:
