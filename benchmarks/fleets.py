@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import cycle
 
 import numpy as np
@@ -84,10 +84,10 @@ class Fleet:
             "checkpoint_seconds": np.zeros(shape),
             "other_seconds": 0.08 * base,
             "starved_seconds": np.zeros(shape),
-            "host_seconds": np.full(shape, np.nan),
-            "run_ahead_seconds": np.full(shape, np.nan),
             "mfu_ratio": np.full(shape, 0.4),
         }
+        unknown = {column.name for column in fields(RankColumns)} - {"job", *columns}
+        columns |= {name: np.full(shape, np.nan) for name in unknown}
         end_seconds = _START_NANOS / 1e9 + WINDOW_SECONDS * (number + 1)
         nodes = {place: f"node-{place}" for place in range(-(-self.ranks_per_job // RANKS_PER_NODE))}
         return {

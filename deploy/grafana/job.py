@@ -227,7 +227,7 @@ def _bandwidth() -> Panel:
     bandwidth = f"rankscope_rank_collective_bus_bandwidth_bytes_per_second{{{THE_JOB}}}"
     return timeseries(
         "Bus bandwidth, by process group",
-        "As nccl-tests define it, of the fastest collectives of the member that waits least. The eight fastest groups. "
+        "As nccl-tests define it, of the usual collectives of the member that waits least. The eight fastest groups. "
         "From NCCL's own times; groups with fewer bytes need metrics_detail = full.",
         [
             Query(

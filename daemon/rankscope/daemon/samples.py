@@ -117,6 +117,7 @@ class LongSteps:
     waited_seconds: float = 0.0  # of it, in collectives: for a rank that was late
     checkpoint_seconds: float = 0.0  # of it, in checkpoints of this rank
     late_steps: int = 0  # in which this rank was late
+    late_ahead_seconds: float | None = None  # by how much its host got further ahead in them than usual
     # Means of the other steps; None where it is not known.
     usual_wait_seconds: float | None = None
     usual_self_seconds: float | None = None
@@ -135,7 +136,7 @@ class CollectiveRate:
     protocol: str
     operations: int
     bytes_per_step: float
-    bus_bytes_per_second: float | None  # of the fastest operations of each size
+    bus_bytes_per_second: float | None  # of the usual operations of each size
 
 
 def self_seconds(step_seconds: Column, wait_seconds: Column) -> Column:

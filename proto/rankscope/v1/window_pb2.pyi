@@ -139,6 +139,7 @@ class LongSteps(_message.Message):
     USUAL_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     USUAL_SELF_SECONDS_FIELD_NUMBER: _builtins.int
     USUAL_CHECKPOINT_SECONDS_FIELD_NUMBER: _builtins.int
+    LATE_AHEAD_SECONDS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     seconds: _builtins.float
     waited_seconds: _builtins.float
@@ -151,6 +152,10 @@ class LongSteps(_message.Message):
     """Means of the other steps, by which ranks are compared."""
     usual_self_seconds: _builtins.float
     usual_checkpoint_seconds: _builtins.float
+    late_ahead_seconds: _builtins.float
+    """In steps in which this rank was late: by how much its host got further ahead of its device than usual. A host that
+    holds its device up does not.
+    """
     def __init__(
         self,
         *,
@@ -162,17 +167,22 @@ class LongSteps(_message.Message):
         usual_wait_seconds: _builtins.float | None = ...,
         usual_self_seconds: _builtins.float | None = ...,
         usual_checkpoint_seconds: _builtins.float | None = ...,
+        late_ahead_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds", "_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "late_ahead_seconds", b"late_ahead_seconds", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "checkpoint_seconds", b"checkpoint_seconds", "late_steps", b"late_steps", "seconds", b"seconds", "steps", b"steps", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds", "_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "checkpoint_seconds", b"checkpoint_seconds", "late_ahead_seconds", b"late_ahead_seconds", "late_steps", b"late_steps", "seconds", b"seconds", "steps", b"steps", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__late_ahead_seconds: _TypeAlias = _typing.Literal["late_ahead_seconds"]  # noqa: Y015
+    _WhichOneofArgType__late_ahead_seconds: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds"]  # noqa: Y015
     _WhichOneofReturnType__usual_checkpoint_seconds: _TypeAlias = _typing.Literal["usual_checkpoint_seconds"]  # noqa: Y015
     _WhichOneofArgType__usual_checkpoint_seconds: _TypeAlias = _typing.Literal["_usual_checkpoint_seconds", b"_usual_checkpoint_seconds"]  # noqa: Y015
     _WhichOneofReturnType__usual_self_seconds: _TypeAlias = _typing.Literal["usual_self_seconds"]  # noqa: Y015
     _WhichOneofArgType__usual_self_seconds: _TypeAlias = _typing.Literal["_usual_self_seconds", b"_usual_self_seconds"]  # noqa: Y015
     _WhichOneofReturnType__usual_wait_seconds: _TypeAlias = _typing.Literal["usual_wait_seconds"]  # noqa: Y015
     _WhichOneofArgType__usual_wait_seconds: _TypeAlias = _typing.Literal["_usual_wait_seconds", b"_usual_wait_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__late_ahead_seconds) -> _WhichOneofReturnType__late_ahead_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usual_checkpoint_seconds) -> _WhichOneofReturnType__usual_checkpoint_seconds | None: ...
     @_typing.overload
@@ -210,7 +220,7 @@ class CollectiveRate(_message.Message):
     """seen in the window"""
     bytes_per_step: _builtins.float
     bus_bytes_per_second: _builtins.float
-    """Of the fastest operations of each size; the largest value among the members is the group's. Not set: unknown."""
+    """Of the usual operations of each size; the largest value among the members is the group's. Not set: unknown."""
     def __init__(
         self,
         *,

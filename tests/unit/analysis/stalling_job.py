@@ -31,7 +31,8 @@ class StallingJob:
     transfer_seconds: float = 0.002
     noise: float = 0.02
     are_checkpoints: bool = False
-    evidence: Callable[[frozenset[int]], Mapping[int, RankEvidence]] = lambda late: {}
+    # By the seconds that each rank was late in a window, and the window's end.
+    evidence: Callable[[Mapping[int, float], float], Mapping[int, RankEvidence]] = lambda late, end: {}
 
     def windows(self, count: int, seed: int = 0) -> Iterator[JobWindow]:
         random = np.random.default_rng(seed)
@@ -75,12 +76,14 @@ class StallingJob:
             made[rank] = dict(zip(FIGURES, read, strict=True))
             recent[ALL if rank == on_time else rank] = known.followed_by(step_seconds, wait)
         rows = [{**made.get(rank, made.get(on_time, {})), "rank": rank} for rank in range(self.ranks)]
+        end = 1000.0 + number * WINDOW_SECONDS
+        lost_by_rank = {rank: sum(one.get(rank, one.get(ALL, 0.0)) for one in stalls) for rank in range(self.ranks)}
         return JobWindow(
-            end_unix_seconds=1000.0 + number * WINDOW_SECONDS,
+            end_unix_seconds=end,
             window_seconds=WINDOW_SECONDS,
             world_size=self.ranks,
             columns=columns_of(rows),
-            evidence=lambda: self.evidence(frozenset(late)),
+            evidence=lambda: self.evidence(lost_by_rank, end),
         )
 
 

@@ -91,20 +91,15 @@ def test_sizes_and_factors_are_those_of_nccl_tests(function: str, whole_array: i
     assert found.bus_bytes_per_second == pytest.approx(MIB * whole_array * factor / 100e-6, rel=1e-12)
 
 
-def test_the_fastest_operation_of_a_size_counts() -> None:
-    waited = [Operation(MIB, microseconds) for microseconds in (900, 100, 5000, 300)]
-    assert rate(*waited).bus_bytes_per_second == rate(Operation(MIB, 100)).bus_bytes_per_second
-
-
-def test_one_misread_timer_in_eleven_is_not_believed() -> None:
-    found = rate(Operation(MIB, 1), *[Operation(MIB, 100)] * 10)
-    assert found.bus_bytes_per_second == rate(Operation(MIB, 100)).bus_bytes_per_second
+def test_the_median_operation_of_a_size_counts() -> None:
+    waited = [Operation(MIB, microseconds) for microseconds in (900, 100, 1, 5000, 300)]
+    assert rate(*waited).bus_bytes_per_second == rate(Operation(MIB, 300)).bus_bytes_per_second
 
 
 def test_sizes_are_combined_by_bytes_and_time() -> None:
     large = [Operation(64 * MIB, 1000), Operation(64 * MIB, 4000)]
     found = rate(*large, Operation(MIB, 50), Operation(MIB, 40), Operation(MIB, 60))
-    expected = (2 * 64 + 3) * MIB * 1.75 / (2 * 1000e-6 + 3 * 40e-6)
+    expected = (2 * 64 + 3) * MIB * 1.75 / (2 * 1000e-6 + 3 * 50e-6)
     assert found.bus_bytes_per_second == pytest.approx(expected, rel=1e-12)
 
 

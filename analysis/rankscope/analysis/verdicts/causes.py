@@ -132,6 +132,10 @@ def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> 
         return ""
     one = slice(row, row + 1)
     excess = screened.compared_seconds[one] - screened.reference_seconds[one]
+    late, late_ahead = columns.late_seconds[row], columns.late_ahead_seconds[row]
+    if late >= policy.cause_share * excess[0] and not np.isnan(late_ahead):
+        # Between stalls a host gets ahead as far as it can, so only the stalls themselves tell.
+        return DEVICE if late_ahead >= policy.device_bound_share * late else HOST
     ahead, further = screened.ahead_seconds[one], screened.further_ahead_seconds[one]
     found = device_bound(ahead, further, columns.step_seconds[one], excess, policy)[0]
     return "" if np.isnan(found) else DEVICE if found else HOST

@@ -3,6 +3,7 @@ its own; rules.py decides which of them lasts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isnan
 from typing import NamedTuple
@@ -111,14 +112,15 @@ class Observation(NamedTuple):
     stage_lingering: SlowStage | None
     transfer: SlowTransfer | None
     imbalance_impact_ratio: float | None
-    late: frozenset[int]  # in long steps
+    late: Mapping[int, float]  # seconds in long steps, by rank
     stalls: FoundStalls
-    is_together: bool  # the window has long steps of all ranks
+    lost_by_all_seconds: float  # in long steps of all ranks
+    is_moment_for_stacks: bool
 
 
 def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStepHistory, policy: Policy) -> Observation:
     window, summary = ready.window, ready.summary
-    late = long_steps.add(window.columns, summary.long_seconds, summary.step_seconds, policy)
+    late = long_steps.add(window.columns, summary, policy)
     screen = outlier = imbalance = stage = lingering_stage = transfer = None
     any_outlier = summary.outliers > 0
     # Absurd times have outliers without a spread.
@@ -141,7 +143,7 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
     findings = (stage, transfer, imbalance)
     return Observation(
         window.columns,
-        window if any_outlier or late or long_steps.found.together else None,
+        window if any_outlier or late or any(long_steps.found) or long_steps.is_moment_for_stacks else None,
         screen,
         summary,
         remarkable=any_outlier
@@ -156,7 +158,8 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
         imbalance_impact_ratio=imbalance,
         late=late,
         stalls=long_steps.found,
-        is_together=long_steps.is_together,
+        lost_by_all_seconds=long_steps.lost_by_all_seconds,
+        is_moment_for_stacks=long_steps.is_moment_for_stacks,
     )
 
 

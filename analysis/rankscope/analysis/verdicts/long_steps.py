@@ -8,6 +8,7 @@ which waited for it, have nothing. If all ranks were late together, each has L."
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, exp, lgamma, log, log1p
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
+from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.windows import RankColumns
 
@@ -29,6 +31,11 @@ GAPS_WAITED = 3.0
 # Between the two chances it is not known yet whether one rank stalls or all in turn.
 CHANCE_OF_ONE = 0.005
 CHANCE_OF_ALL = 0.1
+# Windows after which stacks of a job are kept for the first time, and from then on at the latest.
+FIRST_STACKS = 2
+STACKS_EVERY = 120
+QUIET_RATIO = 0.05
+STACKS_WINDOWS = 5  # in a row, as stacks come with one window in some
 # How often and how long are estimates.
 ROUNDED_BY = 0.05
 
@@ -95,38 +102,62 @@ class LongStepHistory:
 
     def __init__(self) -> None:
         self.found = FoundStalls()
-        self.is_together = False  # the last window has long steps of all ranks
-        self._windows: deque[_Window] = deque()
-        self._count = 0
+        self.lost_by_all_seconds = 0.0  # in the last window
+        # Of a job that does not stall, stacks are kept now and then: once it does, they show what is new.
+        self.is_moment_for_stacks = False
+        self._windows: deque[_Window] = deque()  # with a long step, and between them what lies between them
+        self._count = 0  # of windows in it
+        self._quiet_seconds, self._quiet_steps, self._quiet_windows = 0.0, 0.0, 0  # since
+        self._seen = 0
+        self._stacks_due, self._stacks_wanted = FIRST_STACKS, STACKS_WINDOWS
 
-    def add(self, columns: RankColumns, long_seconds: float, step_seconds: float, policy: Policy) -> frozenset[int]:
-        """The ranks that were late in this window. `long_seconds` and `step_seconds`: of the typical rank."""
-        steps = float(np.fmax.reduce(columns.steps, initial=0.0))
-        if not (steps > 0 and step_seconds > 0):
-            return frozenset()
-        window = _Window(step_seconds * steps, steps)
-        if long_seconds > 0:
-            window = _attribute(window, columns, min(long_seconds, step_seconds) * steps)
-        elif self._windows and not self._windows[-1].lost_seconds:
-            last = self._windows.pop()
-            window = _Window(window.seconds + last.seconds, steps + last.steps, last.windows + 1)
+    def add(self, columns: RankColumns, summary: JobSummary, policy: Policy) -> Mapping[int, float]:
+        """By rank, for how long it was late in this window."""
+        steps, seconds = summary.fewest_steps, summary.fewest_steps * summary.step_seconds
+        self._seen += 1
+        is_long = summary.long_seconds > 0 and seconds > 0
+        late = self._add_long(columns, summary, policy) if is_long else {}
+        if not is_long:
+            # Most windows of most jobs: this must cost next to nothing.
+            self.lost_by_all_seconds = 0.0
+            self._quiet_seconds += seconds
+            self._quiet_steps += steps
+            self._quiet_windows += 1
+            if any(self.found):
+                self.found = self._find(len(columns), policy)
+        if self._seen >= self._stacks_due or self.is_moment_for_stacks:
+            is_quiet = not summary.long_seconds > QUIET_RATIO * summary.step_seconds and not any(self.found)
+            self._note_moment_for_stacks(is_quiet)
+        return late
+
+    def _add_long(self, columns: RankColumns, summary: JobSummary, policy: Policy) -> Mapping[int, float]:
+        if self._quiet_windows:
+            self._windows.append(_Window(self._quiet_seconds, self._quiet_steps, self._quiet_windows))
+            self._count += self._quiet_windows
+            self._quiet_seconds, self._quiet_steps, self._quiet_windows = 0.0, 0.0, 0
+        window = _attribute(columns, summary)
         self._windows.append(window)
         self._count += 1
         while self._count > WINDOWS_KEPT and len(self._windows) > 1:
             self._count -= self._windows.popleft().windows
-        self.is_together = window.lost_by_all_seconds >= policy.stall_share * window.lost_seconds > 0
-        # Most windows of most jobs have no long step, and then there is nothing new.
-        if window.lost_seconds or any(self.found):
-            self.found = _find(list(self._windows), len(columns), policy)
-        return frozenset(window.ranks.tolist())
+        self.lost_by_all_seconds = window.lost_by_all_seconds
+        self.found = self._find(len(columns), policy)
+        return dict(zip(window.ranks.tolist(), window.late_seconds.tolist(), strict=True))
 
+    def _note_moment_for_stacks(self, is_quiet: bool) -> None:
+        self.is_moment_for_stacks = is_quiet and self._seen >= self._stacks_due
+        self._stacks_wanted -= self.is_moment_for_stacks
+        if not self._stacks_wanted:
+            self._stacks_due = min(2 * self._seen, self._seen + STACKS_EVERY)
+            self._stacks_wanted = STACKS_WINDOWS
 
-def _find(windows: list[_Window], ranks: int, policy: Policy) -> FoundStalls:
-    return FoundStalls(
-        _of_ranks(windows, ranks, policy),
-        _in_turn([window for window in windows if not _is_contended(window, policy)], ranks, policy),
-        _together(windows, ranks, policy),
-    )
+    def _find(self, ranks: int, policy: Policy) -> FoundStalls:
+        windows = [*self._windows, _Window(self._quiet_seconds, self._quiet_steps, self._quiet_windows)]
+        return FoundStalls(
+            _of_ranks(windows, ranks, policy),
+            _in_turn([window for window in windows if not _is_contended(window, policy)], ranks, policy),
+            _together(windows, ranks, policy),
+        )
 
 
 def _is_contended(window: _Window, policy: Policy) -> bool:
@@ -252,11 +283,12 @@ def _late_ranks(windows: list[_Window]) -> _LateRanks:
     names = ("ranks", "late_seconds", "late_steps", "starved_seconds")
     of, *figures = (np.concatenate([np.empty(0), *(getattr(window, name) for window in windows)]) for name in names)
     ranks, place = np.unique(of.astype(np.int64), return_inverse=True)
-    sums = [np.bincount(place, weights=figure, minlength=len(ranks)) for figure in figures]
-    return _LateRanks(ranks, *sums, np.bincount(place, minlength=len(ranks)))
+    late, steps, starved = (np.bincount(place, figure, len(ranks)).astype(np.float64) for figure in figures)
+    return _LateRanks(ranks, late, steps, starved, np.bincount(place, minlength=len(ranks)))
 
 
-def _attribute(window: _Window, columns: RankColumns, lost_seconds: float) -> _Window:
+def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
+    lost_seconds = min(summary.long_seconds, summary.step_seconds) * summary.fewest_steps
     steps = np.nan_to_num(columns.steps)
     late = np.clip(np.nan_to_num(columns.late_seconds) * steps, 0.0, lost_seconds)
     # Of a step that is long because of one rank the sum is L, and of one that is long because of all ranks, as many L.
@@ -269,7 +301,9 @@ def _attribute(window: _Window, columns: RankColumns, lost_seconds: float) -> _W
     )
     is_late = (own > LEAST_SHARE * lost_seconds) & (counted > 0)
     share = own[is_late] / late[is_late]
-    return window._replace(
+    return _Window(
+        summary.step_seconds * summary.fewest_steps,
+        summary.fewest_steps,
         lost_seconds=lost_seconds,
         lost_by_some_seconds=min(float(own[is_late].sum()), lost_seconds - common),
         lost_steps=median_or_nan(lost_steps),

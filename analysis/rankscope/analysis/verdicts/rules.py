@@ -6,16 +6,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
-from enum import IntEnum
 
 import numpy as np
 
-from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, median_or_nan
-from rankscope.analysis.verdicts.causes import FRAMES_SHOWN, name_cause
+from rankscope.analysis.verdicts.causes import name_cause
 from rankscope.analysis.verdicts.findings import Observation
-from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
-from rankscope.analysis.verdicts.stack_profiles import StackHistory, frames_in_excess, merge_profiles
+from rankscope.analysis.verdicts.slow_rank import Screen, with_stalls
+from rankscope.analysis.verdicts.stack_profiles import StackHistory
+from rankscope.analysis.verdicts.stall_lines import StallLines
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import (
     Cause,
@@ -29,11 +28,11 @@ from rankscope.analysis.verdicts.verdict import (
     source_line,
 )
 from rankscope.analysis.verdicts.window_merge import merge_evidence
-from rankscope.analysis.verdicts.windows import HOST_WAITING_PHASES, FrameSeen, JobWindow, RankColumns
+from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, RankColumns
 
 # A few dozen peers show what is usual; reading the stacks of all would take minutes in a large job.
 PEERS_ASKED = 64
-STALLED_RANKS_ASKED = 8
+USUAL_RANKS_ASKED = 4
 CAUSE_KEPT_WINDOWS = 5
 USUAL_STEPS_KEPT = 30
 ALIKE = 0.7  # two estimates of one thing
@@ -48,15 +47,6 @@ UNEVEN = Verdict(
 CAUSE_CHANGES_AFTER = 2
 
 
-class Side(IntEnum):
-    """Of a comparison of stacks of a job that stalls."""
-
-    LATE = 0
-    IN_TIME = 1
-    TOGETHER = 2
-    MOVING = 3
-
-
 class RecentWindows:
     """What a job's last windows showed."""
 
@@ -67,7 +57,8 @@ class RecentWindows:
         self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
         self._cause_age = 0
         self._history = StackHistory()
-        self._stalled_stacks = StackHistory()  # by side
+        self._usual_stacks = StackHistory()
+        self._lines: dict[bool, StallLines] = {}  # of stalls of all ranks together, and in turn
         self._other_causes = 0  # in a row
         self._unremarkable = 0  # windows since the last finding of any kind
 
@@ -126,7 +117,9 @@ class RecentWindows:
         if stalls is not None and not set(stalls.ranks) & set(culprits):
             stalls = None
         flagged = [
-            one for one in self._recent if (one.outliers | (one.late if stalls else set())).intersection(culprits)
+            one
+            for one in self._recent
+            if (one.outliers | (one.late.keys() if stalls else set())).intersection(culprits)
         ]
         if not flagged:
             return replace(self._before, severity=severity)
@@ -251,43 +244,38 @@ class RecentWindows:
         everybody = len(self._recent[-1].columns)
         evidence = f"{stalls.stalled_ranks} of {everybody} ranks stall in turn, one of them {stalls}"
         reason = f"{evidence}; without that, {percent(stalls.impact_ratio)} of the job's time would come back"
-        cause = Cause("unknown", self._lines_of_stalls(Side.LATE, Side.IN_TIME), evidence, stalls=str(stalls))
+        cause = Cause("unknown", self._stalled_lines(together=False), evidence, stalls=str(stalls))
         if not cause.frames and self._standing(Kind.JITTER):
             cause = replace(cause, frames=self._before.cause.frames)
         return Verdict(Kind.JITTER, reason, Severity.ALARM, impact_ratio=stalls.impact_ratio, cause=cause)
 
     def _gather_stacks(self, observation: Observation) -> None:
-        """Stacks of windows with stalls, and of others. Of a few ranks: reading stacks is most of what this costs."""
-        if observation.window is None or not any(observation.stalls):
+        """While ranks stall in turn or together, there is no rank to compare with."""
+        window, stalls = observation.window, observation.stalls
+        if window is None:
             return
-        evidence = observation.window.evidence()
-        late = sorted(observation.late)[:STALLED_RANKS_ASKED]
-        others = [rank for rank in observation.columns.rank.tolist() if rank not in observation.late]
-        sides = {Side.LATE: late, Side.IN_TIME: others[:STALLED_RANKS_ASKED]}
-        if observation.stalls.together is not None:
-            sides[Side.TOGETHER if observation.is_together else Side.MOVING] = others[:STALLED_RANKS_ASKED]
-        merged = {
-            side: merge_profiles(e.stacks for rank in asked if (e := evidence.get(rank)) and e.stacks is not None)
-            for side, asked in sides.items()
-        }
-        self._stalled_stacks.add({side: profile for side, profile in merged.items() if profile is not None})
+        if observation.is_moment_for_stacks and not observation.remarkable:
+            evidence = window.evidence()
+            asked = (evidence.get(rank) for rank in observation.columns.rank[:USUAL_RANKS_ASKED].tolist())
+            profiles = [one.stacks for one in asked if one is not None and one.stacks is not None]
+            for profile in profiles:
+                self._usual_stacks.add({0: profile})
+        for together, found in ((False, stalls.in_turn), (True, stalls.together)):
+            if found is None:
+                self._lines.pop(together, None)
+                continue
+            lines = self._lines.setdefault(together, StallLines(self._usual_stacks.ranks.get(0)))
+            lines.add(window, {} if together else observation.late, observation.lost_by_all_seconds * together)
 
-    def _lines_of_stalls(self, side: Side, other: Side) -> tuple[FrameSeen, ...]:
-        """The lines in which ranks are seen more on one side."""
-        here, there = (self._stalled_stacks.ranks.get(one) for one in (side, other))
-        if here is None or there is None:
-            return ()
-        on_device = bool(is_timed_on_device(self._recent[-1].columns).all())
-        found = frames_in_excess(here, [there], waiting=HOST_WAITING_PHASES if on_device else WAITING_PHASES)
-        lines = {frame[:3]: frame for frame in here.frames}
-        return tuple(lines[one.frame[:3]]._replace(share=one.share) for one in found[:FRAMES_SHOWN])
+    def _stalled_lines(self, together: bool) -> tuple[FrameSeen, ...]:
+        return self._lines[together].found() if together in self._lines else ()
 
     def _healthy(self) -> Verdict:
         """Long steps of all ranks together are no fault of a rank, but may cost more than one."""
         together = self._recent[-1].stalls.together
         if together is None:
             return HEALTHY
-        frames = self._lines_of_stalls(Side.TOGETHER, Side.MOVING)
+        frames = self._stalled_lines(together=True)
         lost = f"all ranks together stall {together}, {percent(together.impact_ratio)} of the time"
         where = f", in {frames[0].phase} at {source_line(frames[0])} ({frames[0].function})" if frames else ""
         return replace(HEALTHY, cause=Cause(frames[0].phase if frames else "unknown", frames, f"{lost}{where}"))

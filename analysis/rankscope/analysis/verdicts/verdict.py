@@ -14,7 +14,7 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 class Kind(str, Enum):
     # The value is the name in metrics, CRDs and JSON. The protobuf enum has the same members.
     meaning: str  # for docs/concepts.md
-    headline: str  # of a verdict, for people; `{who}` are its culprits
+    headline: str  # of a verdict, for people; `{who}` are its culprits, `{where}` the line of a stall
 
     _value_: str
 
@@ -42,7 +42,7 @@ class Kind(str, Enum):
     JITTER = (
         "jitter",
         "ranks stall in turn, each in few steps: garbage collection, a page cache, neighbours of a machine",
-        "stalls move from rank to rank; no rank is to blame",
+        "ranks stall in turn{where}; no rank is to blame",
     )
     SLOW_COMMUNICATION = (
         "slow_communication",
@@ -148,11 +148,11 @@ def headline(verdict: Verdict) -> str:
     """`rank 2 is slow because of model.py:88 (normalize_features, forward)`"""
     who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
-    what = verdict.kind.headline.format(who=who, are=plural, stage=verdict.stage, reason=verdict.reason)
+    what = verdict.kind.headline.format(
+        who=who, are=plural, stage=verdict.stage, reason=verdict.reason, where=_where(verdict.cause)
+    )
     if verdict.kind is Kind.HEALTHY and verdict.cause.evidence:
         what += f"; {verdict.cause.evidence}"
-    if verdict.kind is Kind.JITTER:
-        what += _where(verdict.cause)
     if verdict.kind is Kind.SLOW_RANK and verdict.cause.stalls:
         stall = "stall" if plural == "are" else "stalls"
         return f"{who} {stall} {verdict.cause.stalls}{_where(verdict.cause)}"

@@ -12,7 +12,7 @@ from rankscope.analysis.verdicts.stack_profiles import merge_profiles
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
 
 _KEYS = {"job", "rank", "stage", "place"}
-_ABSENT_IS_ZERO = {"long_seconds", "late_seconds", "long_ratio", "late_ratio"}
+_ABSENT_IS_ZERO = {"long_seconds", "late_seconds", "long_ratio", "late_ratio", "late_ahead_seconds"}
 
 
 def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:

@@ -56,6 +56,7 @@ class RankColumns:
     late_seconds: Floats  # of it, by this rank: neither waiting nor a checkpoint
     long_ratio: Floats  # of the steps, that were long
     late_ratio: Floats  # of the steps, that were long because of this rank
+    late_ahead_seconds: Floats  # of `late_seconds`, by how much its host got further ahead meanwhile
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -102,6 +103,7 @@ class StackProfile:
     phase_shares: Mapping[str, float]
     frames: tuple[FrameSeen, ...]
     seconds: float = 0.0  # that the samples stand for; 0: not known
+    end_unix_seconds: float = 0.0  # of the latest recording
 
 
 # Of a rank that has stalled.

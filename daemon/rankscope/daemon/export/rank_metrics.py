@@ -153,7 +153,7 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
         "the least in its group is waiting. group is equal on all members.", lambda rank: _group_seconds(rank),
         {"group": ANY, "kind": tuple(GROUP_KINDS.values())}),
     Gauge("rankscope_rank_collective_bus_bandwidth_bytes_per_second",
-        "Bus bandwidth as nccl-tests define it, of the rank's fastest collectives in the last window, by process group "
+        "Bus bandwidth as nccl-tests define it, of the rank's usual collectives in the last window, by process group "
         "and function. The rank that waits least shows the link: take the maximum of a group. From NCCL's own times.",
         lambda rank: _bus_bandwidths(rank),
         {"group": ANY, "function": FUNCTIONS, "algorithm": ALGORITHMS, "protocol": PROTOCOLS}),

@@ -183,7 +183,12 @@ def _sample(
     first_rows = np.cumsum(records["steps"][kept]) - records["steps"][kept]
     wait_seconds = rows.wait_seconds[first_rows] if nccl.wait_seconds is None else nccl.wait_seconds
     found_long = long_steps.sum_up(
-        is_long, progress.recent, step_seconds, wait_seconds, rows.checkpoint_seconds[first_rows]
+        is_long,
+        progress.recent,
+        step_seconds,
+        wait_seconds,
+        rows.checkpoint_seconds[first_rows],
+        rows.run_ahead_seconds[first_rows],
     )
     is_blind = bool(len(records)) and bool(records["flags"][-1] & ring_layout.FLAG_BLIND)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)

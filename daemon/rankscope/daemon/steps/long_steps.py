@@ -47,19 +47,25 @@ def find_long(before: RecentSteps, step_seconds: Column) -> Mask:
     usual = float(np.median(compared))
     needed = max(LONG_RATIO * usual, usual + LEAST_EXCESS_SECONDS)
     is_rare = bool((compared > needed).mean() <= MOST_LONG_RATIO)
-    return (step_seconds > needed) & is_rare
+    found: Mask = (step_seconds > needed) & is_rare
+    return found
 
 
 def with_neighbours(steps: Mask) -> Mask:
     """A wait may end in the step before or after the one that it belongs to."""
-    near = steps.copy()
+    near: Mask = steps.copy()
     near[1:] |= steps[:-1]
     near[:-1] |= steps[1:]
     return near
 
 
 def sum_up(
-    is_long: Mask, before: RecentSteps, step_seconds: Column, wait_seconds: Column, checkpoint_seconds: Column
+    is_long: Mask,
+    before: RecentSteps,
+    step_seconds: Column,
+    wait_seconds: Column,
+    checkpoint_seconds: Column,
+    run_ahead_seconds: Column | None = None,
 ) -> LongSteps | None:
     """None where it is not known what ranks waited in them."""
     is_known = is_long & ~np.isnan(wait_seconds)
@@ -86,10 +92,20 @@ def sum_up(
         waited_seconds=float(waited[is_known].sum()) * scale,
         checkpoint_seconds=float(saved[is_known].sum()) * scale,
         late_steps=min(round(int((is_late & is_known).sum()) * scale), int(is_long.sum())),
+        late_ahead_seconds=_late_ahead(is_late & is_known, excess, run_ahead_seconds),
         usual_wait_seconds=_mean(wait_seconds[~is_long]),
         usual_self_seconds=_mean(np.maximum(step_seconds - wait_seconds, 0.0)[~is_long]),
         usual_checkpoint_seconds=_mean(checkpoint_seconds[~is_long]),
     )
+
+
+def _late_ahead(is_late: Mask, excess: Column, run_ahead: Column | None) -> float | None:
+    """A device that is late lets its host get ahead by as much, in that step or the next."""
+    if run_ahead is None or np.isnan(run_ahead).all():
+        return None
+    further = np.nan_to_num(run_ahead - np.nanmedian(run_ahead))
+    further[:-1] = np.maximum(further[:-1], further[1:])
+    return float(np.clip(further, 0.0, excess)[is_late].sum())
 
 
 def _mean(column: Column) -> float | None:

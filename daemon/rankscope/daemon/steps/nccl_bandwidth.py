@@ -1,7 +1,7 @@
 """Bus bandwidth and bytes of a rank's collectives, by communicator and function, from the records of the NCCL plugin.
 
 The time of a collective on one rank includes waiting for late peers. The rank that waits least shows the link: each
-rank takes its fastest operations of each size, and the largest value among the members of a group is the group's.
+rank takes its usual operations of each size, and the largest value among the members of a group is the group's.
 
 Sizes and factors are those of nccl-tests. NCCL counts what one rank gives to an all-gather or takes from a
 reduce-scatter; the size is that of the whole array."""
@@ -39,8 +39,8 @@ _IS_RECEIVED = np.isin(_KIND, [CollectiveKind.REDUCE_SCATTER, CollectiveKind.SCA
 # Both ends wait for each other, and many run at once: the time of a message says nothing about the link.
 _IS_MESSAGE = np.isin(_KIND, [CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV])
 
-# Of operations of one size, this share may be faster than the one that counts: a timer is misread now and then.
-FASTEST_RATIO: Final = 0.1
+# The operation of a size that counts: as many are faster as slower. nccl-tests take the mean, of ranks that have met.
+USUAL_QUANTILE: Final = 0.5
 # A training process writes the records. No GPU holds as much, and no sum over the records overflows.
 MAX_RECORD_BYTES: Final = 1 << 40
 MAX_ARRAY_BYTES: Final = 1 << 48
@@ -137,8 +137,8 @@ def _runs(transfers: _Transfers) -> _Transfers:
 
 
 def _bus_bytes_per_second(runs: _Transfers, keys: Ints, communicators: Table) -> Floats:
-    """Of each key; NaN where it is not known. All bytes over the time that they take if every run is as fast as the
-    fastest of its size."""
+    """Of each key; NaN where it is not known. All bytes over the time that they take if every run takes as long
+    as is usual for its size."""
     lasted = runs.stop_ns - runs.start_ns
     order = np.lexsort((lasted, runs.bytes, runs.key))
     runs, lasted = runs.take(order), lasted[order]
@@ -146,11 +146,11 @@ def _bus_bytes_per_second(runs: _Transfers, keys: Ints, communicators: Table) ->
     is_first[1:] = (np.diff(runs.key) != 0) | (np.diff(runs.bytes) != 0)
     first = np.flatnonzero(is_first)
     count = np.diff(first, append=len(lasted))
-    fastest = lasted[first + ((count - 1) * FASTEST_RATIO).astype(np.int64)]
+    usual = lasted[first + ((count - 1) * USUAL_QUANTILE).astype(np.int64)]
     place = np.searchsorted(keys, runs.key[first])
     size, nanos = np.zeros(len(keys), dtype=np.int64), np.zeros(len(keys), dtype=np.int64)
     np.add.at(size, place, count * runs.bytes[first])
-    np.add.at(nanos, place, count * fastest)
+    np.add.at(nanos, place, count * usual)
     row, function = np.divmod(keys, len(FUNCTIONS))
     bus = 1e9 * bus_gbps(_KIND[function], size, nanos, communicators["ranks"][row].astype(np.int64))
     return np.where(_IS_MESSAGE[function], np.nan, bus)

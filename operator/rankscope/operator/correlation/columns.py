@@ -237,7 +237,7 @@ def _known(message: Message, name: str) -> Any:
 def _stacks(summary: window_pb2.StackSummary) -> StackProfile:
     frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.own_share, f.phase) for f in summary.frames)
     seconds = max(0.0, (summary.end_unix_nanos - summary.start_unix_nanos) / 1e9)
-    return StackProfile(summary.samples, dict(summary.phase_shares), frames, seconds)
+    return StackProfile(summary.samples, dict(summary.phase_shares), frames, seconds, summary.end_unix_nanos / 1e9)
 
 
 def stall_of(window: window_pb2.RankWindow) -> Stall | None:
