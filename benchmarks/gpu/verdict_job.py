@@ -286,8 +286,9 @@ class Setup:
 
 
 def _write(path: Path, fact: dict[str, Any]) -> None:
-    path.with_suffix(".new").write_text(json.dumps(fact))
-    path.with_suffix(".new").replace(path)
+    mine = path.with_suffix(f".{os.getpid()}")
+    mine.write_text(json.dumps(fact))
+    mine.replace(path)
 
 
 def main() -> None:

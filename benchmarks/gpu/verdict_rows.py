@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ SETTLING_SECONDS = 3.0
 DROPPED_RATIO = 0.4
 # A fault that costs more must be found; one that costs less must not be raised; between the two, either is right.
 FOUND_FROM_RATIO, HIDDEN_UP_TO_RATIO = 0.05, 0.02
+IN_FEW_STEPS = ("tenth", "hundredth", "moving", "together")
 SAYS_NOTHING = ("healthy", "insufficient_data")
 # What a cause must say about each fault, somewhere in its text.
 _DEVICE = r"(?i)device|gpu|kernel"
@@ -264,6 +265,9 @@ def _compare_impact(row: Row, facts: Facts) -> None:
         return
     until = float("inf") if facts.turns_unix_seconds is None else facts.turns_unix_seconds
     row.faulty_milliseconds = _mean(facts, since + SETTLING_SECONDS, until)
+    if row.fault in IN_FEW_STEPS:
+        # Against the other steps of the same time: a job wanders by more than some stalls cost.
+        row.healthy_milliseconds = _mean(facts, since + SETTLING_SECONDS, until, np.median)
     if row.healthy_milliseconds and row.faulty_milliseconds:
         row.true_impact_ratio = max(0.0, 1 - row.healthy_milliseconds / row.faulty_milliseconds)
     turns = _slowdown_in_turns(facts)
@@ -323,9 +327,9 @@ def _first(facts: Facts) -> float:
     return min((float(steps.device_end[0]) for steps in facts.steps if len(steps.device_end)), default=0.0)
 
 
-def _mean(facts: Facts, start: float, end: float) -> float | None:
+def _mean(facts: Facts, start: float, end: float, of: Callable[[np.ndarray], Any] = np.mean) -> float | None:
     """Milliseconds of a step in that time: the mean of a rank, the median of the ranks."""
-    means = [float(np.mean(kept)) for steps in facts.steps if len(kept := steps.between(start, end))]
+    means = [float(of(kept)) for steps in facts.steps if len(kept := steps.between(start, end))]
     return statistics.median(means) if means else None
 
 

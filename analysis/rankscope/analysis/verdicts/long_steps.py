@@ -206,7 +206,7 @@ def _together(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | No
         for place, window in enumerate(windows)
         if window.lost_by_all_seconds >= policy.stall_share * window.lost_seconds > 0
     ]
-    span = _between(windows, hits, policy, policy.windows_for_warning)
+    span = _between(windows, hits, policy, policy.windows_for_alarm)
     lost = sum(window.lost_by_all_seconds for window in span)
     steps = sum(
         window.lost_steps * window.lost_by_all_seconds / window.lost_seconds for window in span if window.lost_seconds

@@ -127,7 +127,9 @@ class RecentWindows:
         assert last is not None and screened is not None  # an outlier was seen in it
         columns = last.columns
         rows = np.isin(columns.rank, culprits)
-        cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
+        # A recording of stacks ends after the stall that it shows, in another window.
+        shown = [*self._recent] if stalls is not None else flagged
+        cause = self._cause([one.window for one in shown if one.window], columns, screened, culprits)
         # Not the mean: the fault began within one of the windows.
         impacts = [one.impact_ratio for one in self._recent if one.outliers.intersection(culprits)]
         is_usual = stalls is None or len(impacts) >= self._policy.windows_for_alarm

@@ -16,7 +16,7 @@ import numpy as np
 
 from rankscope.analysis.profiles.frames import Frame, is_user_code
 from rankscope.analysis.stats.robust import Floats
-from rankscope.analysis.verdicts.stack_profiles import StackHistory, frames_in_excess
+from rankscope.analysis.verdicts.stack_profiles import StackHistory
 from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, StackProfile
 
 # Reading stacks is most of what this costs.
@@ -30,6 +30,7 @@ FRAMES_KEPT = 256
 # How much of a stall a line must explain, and how far from chance, in standard errors.
 EXPLAINED_RATIO = 0.4
 SCORE_NEEDED = 4.0
+SAMPLES_NEEDED = 6
 LINES_SHOWN = 3
 
 
@@ -101,13 +102,11 @@ class StallLines:
     def _new_lines(self, usual: StackProfile, stalled_share: float) -> tuple[FrameSeen, ...]:
         """Lines of the user's own code that are seen more than before, by enough of the stalls."""
         seen = self._stacks.ranks[0]
-        found = frames_in_excess(seen, [usual], waiting=())
-        lines = {frame[:3]: frame for frame in seen.frames}
-        return tuple(
-            lines[one.frame[:3]]
-            for one in found
-            if is_user_code(one.frame) and one.own_excess >= EXPLAINED_RATIO * stalled_share
-        )[:LINES_SHOWN]
+        before = {frame[:3]: frame.own_share for frame in usual.frames}
+        needed = max(EXPLAINED_RATIO * stalled_share, SAMPLES_NEEDED / seen.samples)
+        new = {frame: frame.own_share - before.get(frame[:3], 0.0) for frame in seen.frames}
+        lines = [frame for frame, more in new.items() if more >= needed and is_user_code(Frame(*frame[:3]))]
+        return tuple(sorted(lines, key=lambda frame: -new[frame])[:LINES_SHOWN])
 
 
 def _explained(stalled: Floats, seen: Mapping[int, float]) -> float:
