@@ -114,7 +114,7 @@ class LongSteps:
 
     steps: int = 0
     seconds: float = 0.0
-    waited_seconds: float = 0.0  # of it, in collectives: for a rank that was late
+    waited_seconds: float | None = 0.0  # of it, in collectives: for a rank that was late; None: not known
     checkpoint_seconds: float = 0.0  # of it, in checkpoints of this rank
     late_steps: int = 0  # in which this rank was late
     late_ahead_seconds: float | None = None  # by how much its host got further ahead in them than usual
@@ -181,7 +181,7 @@ class StepSample(StepColumns):
     groups: tuple[GroupSpan, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
-    long_steps: LongSteps | None = None  # None: what was waited in them is not known
+    long_steps: LongSteps | None = None  # None: waiting is measured in a few steps only
     communicators: tuple[Communicator, ...] = ()  # of NCCL
 
 

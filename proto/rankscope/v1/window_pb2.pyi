@@ -143,7 +143,7 @@ class LongSteps(_message.Message):
     steps: _builtins.int
     seconds: _builtins.float
     waited_seconds: _builtins.float
-    """of it, in collectives: for a rank that was late"""
+    """Of it, in collectives: for a rank that was late. Not set: waiting was not measured in these steps."""
     checkpoint_seconds: _builtins.float
     """of it, in checkpoints of this rank"""
     late_steps: _builtins.int
@@ -161,7 +161,7 @@ class LongSteps(_message.Message):
         *,
         steps: _builtins.int = ...,
         seconds: _builtins.float = ...,
-        waited_seconds: _builtins.float = ...,
+        waited_seconds: _builtins.float | None = ...,
         checkpoint_seconds: _builtins.float = ...,
         late_steps: _builtins.int = ...,
         usual_wait_seconds: _builtins.float | None = ...,
@@ -169,9 +169,9 @@ class LongSteps(_message.Message):
         usual_checkpoint_seconds: _builtins.float | None = ...,
         late_ahead_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds", "_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "late_ahead_seconds", b"late_ahead_seconds", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds", "_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "_waited_seconds", b"_waited_seconds", "late_ahead_seconds", b"late_ahead_seconds", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds", "_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "checkpoint_seconds", b"checkpoint_seconds", "late_ahead_seconds", b"late_ahead_seconds", "late_steps", b"late_steps", "seconds", b"seconds", "steps", b"steps", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds", "_usual_checkpoint_seconds", b"_usual_checkpoint_seconds", "_usual_self_seconds", b"_usual_self_seconds", "_usual_wait_seconds", b"_usual_wait_seconds", "_waited_seconds", b"_waited_seconds", "checkpoint_seconds", b"checkpoint_seconds", "late_ahead_seconds", b"late_ahead_seconds", "late_steps", b"late_steps", "seconds", b"seconds", "steps", b"steps", "usual_checkpoint_seconds", b"usual_checkpoint_seconds", "usual_self_seconds", b"usual_self_seconds", "usual_wait_seconds", b"usual_wait_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__late_ahead_seconds: _TypeAlias = _typing.Literal["late_ahead_seconds"]  # noqa: Y015
     _WhichOneofArgType__late_ahead_seconds: _TypeAlias = _typing.Literal["_late_ahead_seconds", b"_late_ahead_seconds"]  # noqa: Y015
@@ -181,6 +181,8 @@ class LongSteps(_message.Message):
     _WhichOneofArgType__usual_self_seconds: _TypeAlias = _typing.Literal["_usual_self_seconds", b"_usual_self_seconds"]  # noqa: Y015
     _WhichOneofReturnType__usual_wait_seconds: _TypeAlias = _typing.Literal["usual_wait_seconds"]  # noqa: Y015
     _WhichOneofArgType__usual_wait_seconds: _TypeAlias = _typing.Literal["_usual_wait_seconds", b"_usual_wait_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__waited_seconds: _TypeAlias = _typing.Literal["waited_seconds"]  # noqa: Y015
+    _WhichOneofArgType__waited_seconds: _TypeAlias = _typing.Literal["_waited_seconds", b"_waited_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__late_ahead_seconds) -> _WhichOneofReturnType__late_ahead_seconds | None: ...
     @_typing.overload
@@ -189,6 +191,8 @@ class LongSteps(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usual_self_seconds) -> _WhichOneofReturnType__usual_self_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usual_wait_seconds) -> _WhichOneofReturnType__usual_wait_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__waited_seconds) -> _WhichOneofReturnType__waited_seconds | None: ...
 
 Global___LongSteps: _TypeAlias = LongSteps  # noqa: Y015
 
@@ -930,7 +934,7 @@ class RankWindow(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpan]: ...
     @_builtins.property
     def long_steps(self) -> Global___LongSteps:
-        """not set: what was waited in them is not known"""
+        """not set: waiting is measured in a few steps only"""
 
     @_builtins.property
     def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectiveRate]:

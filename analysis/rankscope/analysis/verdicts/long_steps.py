@@ -26,6 +26,8 @@ from rankscope.analysis.verdicts.windows import RankColumns
 WINDOWS_KEPT = 300
 # Late by less of what a window lost is noise of the clocks.
 LEAST_SHARE = 0.05
+# Windows count if it is known who was late for more of the ranks.
+UNKNOWN_RATIO = 0.5
 # Stalls have ended when none came for so many of the usual gaps between two of them.
 GAPS_WAITED = 3.0
 # Between the two chances it is not known yet whether one rank stalls or all in turn.
@@ -34,7 +36,7 @@ CHANCE_OF_ALL = 0.1
 # Windows after which stacks of a job are kept for the first time, and from then on at the latest.
 FIRST_STACKS = 2
 STACKS_EVERY = 120
-QUIET_RATIO = 0.05
+QUIET_RATIO = 0.1
 STACKS_WINDOWS = 5  # in a row, as stacks come with one window in some
 # How often and how long are estimates.
 ROUNDED_BY = 0.05
@@ -116,8 +118,10 @@ class LongStepHistory:
         steps, seconds = summary.fewest_steps, summary.fewest_steps * summary.step_seconds
         self._seen += 1
         is_long = summary.long_seconds > 0 and seconds > 0
-        late = self._add_long(columns, summary, policy) if is_long else {}
-        if not is_long:
+        late: Mapping[int, float] = {}
+        if is_long and np.isnan(columns.late_seconds).mean() < UNKNOWN_RATIO:
+            late = self._add_long(columns, summary, policy)
+        elif not is_long:
             # Most windows of most jobs: this must cost next to nothing.
             self.lost_by_all_seconds = 0.0
             self._quiet_seconds += seconds

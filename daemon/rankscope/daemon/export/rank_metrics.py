@@ -80,7 +80,9 @@ def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
         stack_samples=_sum(totals.stack_samples, window.stacks.samples if has_stacks else None),
         stack_errors=_sum(totals.stack_errors, window.stacks.errors if has_stacks else None),
         long_seconds=_sum(totals.long_seconds, long.seconds if has_long else None),
-        late_seconds=_sum(totals.late_seconds, late_seconds(long) if has_long else None),
+        late_seconds=_sum(
+            totals.late_seconds, late_seconds(long) if has_long and long.HasField("waited_seconds") else None
+        ),
         collective_bytes=_collective_bytes(totals.collective_bytes, window),
     )
 

@@ -182,13 +182,19 @@ def _sample(
     rows = step_columns.columns(records, good, kept, nccl.seconds)
     first_rows = np.cumsum(records["steps"][kept]) - records["steps"][kept]
     wait_seconds = rows.wait_seconds[first_rows] if nccl.wait_seconds is None else nccl.wait_seconds
-    found_long = long_steps.sum_up(
-        is_long,
-        progress.recent,
-        step_seconds,
-        wait_seconds,
-        rows.checkpoint_seconds[first_rows],
-        rows.run_ahead_seconds[first_rows],
+    # In the collectives that torch issues on a device, waiting is sampled.
+    is_sampled = nccl.wait_seconds is None and bool((records["flags"][kept] & ring_layout.FLAG_DEVICE).any())
+    found_long = (
+        None
+        if is_sampled
+        else long_steps.sum_up(
+            is_long,
+            progress.recent,
+            step_seconds,
+            wait_seconds,
+            rows.checkpoint_seconds[first_rows],
+            rows.run_ahead_seconds[first_rows],
+        )
     )
     is_blind = bool(len(records)) and bool(records["flags"][-1] & ring_layout.FLAG_BLIND)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)

@@ -66,13 +66,10 @@ def sum_up(
     wait_seconds: Column,
     checkpoint_seconds: Column,
     run_ahead_seconds: Column | None = None,
-) -> LongSteps | None:
-    """None where it is not known what ranks waited in them."""
+) -> LongSteps:
     is_known = is_long & ~np.isnan(wait_seconds)
     if not is_long.any():
         return LongSteps()
-    if not is_known.any():
-        return None
     usual_step, usual_wait = _usual(is_long, before, step_seconds, wait_seconds)
     near = np.nan_to_num(np.maximum(wait_seconds - usual_wait, 0.0))
     # That of a neighbour which is long itself belongs to it.
@@ -89,7 +86,7 @@ def sum_up(
     return LongSteps(
         steps=int(is_long.sum()),
         seconds=total,
-        waited_seconds=float(waited[is_known].sum()) * scale,
+        waited_seconds=float(waited[is_known].sum()) * scale if is_known.any() else None,
         checkpoint_seconds=float(saved[is_known].sum()) * scale,
         late_steps=min(round(int((is_late & is_known).sum()) * scale), int(is_long.sum())),
         late_ahead_seconds=_late_ahead(is_late & is_known, excess, run_ahead_seconds),

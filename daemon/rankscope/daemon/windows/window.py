@@ -422,8 +422,9 @@ def _set_long_steps_apart(row: dict[str, float], window: RankWindow) -> None:
     if not long.steps or not window.steps:
         return
     row["long_seconds"] = long.seconds / window.steps
-    row["late_seconds"] = late_seconds(long) / window.steps
     row["long_ratio"] = long.steps / window.steps
+    if long.HasField("waited_seconds"):
+        row["late_seconds"] = late_seconds(long) / window.steps
     if long.HasField("late_ahead_seconds"):
         row["late_ahead_seconds"] = long.late_ahead_seconds / window.steps
     row["late_ratio"] = long.late_steps / window.steps
