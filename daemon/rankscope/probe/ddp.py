@@ -125,6 +125,9 @@ class DdpSampler:
         on_device = sum(_is_on_cuda(model) for model in alive)
         cost_seconds = self._read_seconds + on_device * CUDA_SAMPLE_SECONDS
         rate = min(10_000, max(1, math.ceil(cost_seconds / (COST_BUDGET_RATIO * step_seconds))))
+        # What a program does in every tenth or hundredth step must not fall between the samples, nor into each.
+        while math.gcd(rate, 10) != 1:
+            rate += 1
         # Small changes are noise, and every change costs a search for the new beat.
         if self._rate and rate != 1 and 0.67 < rate / self._rate < 1.5:
             return

@@ -31,6 +31,7 @@ class StallingJob:
     transfer_seconds: float = 0.002
     noise: float = 0.02
     are_checkpoints: bool = False
+    measured: Callable[[int], bool] = lambda step: True  # whether waiting is, in the step of this number
     # By the seconds that each rank was late in a window, and the window's end.
     evidence: Callable[[Mapping[int, float], float], Mapping[int, RankEvidence]] = lambda late, end: {}
 
@@ -39,16 +40,22 @@ class StallingJob:
         step, clock = 0, 0.0
         recent: dict[int, RecentSteps] = {}
         for number in range(count):
-            stalls, noise = [], []
+            stalls, noise, first = [], [], step + 1
             while clock < (number + 1) * WINDOW_SECONDS:
                 step += 1
                 stalls.append(self.stalls(step, random))
                 noise.append(self.noise * self.step_seconds * abs(random.standard_normal()))
                 clock += self.step_seconds + noise[-1] + max(stalls[-1].values(), default=0.0)
-            yield self._window(stalls, np.array(noise), recent, number)
+            is_measured = np.array([self.measured(one) for one in range(first, step + 1)], dtype=bool)
+            yield self._window(stalls, np.array(noise), is_measured, recent, number)
 
     def _window(
-        self, stalls: list[Mapping[int, float]], noise: np.ndarray, recent: dict[int, RecentSteps], number: int
+        self,
+        stalls: list[Mapping[int, float]],
+        noise: np.ndarray,
+        is_measured: np.ndarray,
+        recent: dict[int, RecentSteps],
+        number: int,
     ) -> JobWindow:
         lost = np.array([max(one.values(), default=0.0) for one in stalls])
         step_seconds = self.step_seconds + noise + lost
@@ -60,12 +67,12 @@ class StallingJob:
             if rank is None:
                 continue
             own = np.array([one.get(rank, one.get(ALL, 0.0)) for one in stalls])
-            wait = self.transfer_seconds + lost - own
+            wait = np.where(is_measured, self.transfer_seconds + lost - own, np.nan)
             checkpoint = own if self.are_checkpoints else np.zeros(len(own))
             known = recent.get(rank, recent.get(ALL, RecentSteps()))
             is_long = find_long(known, step_seconds)
             found = sum_up(is_long, known, step_seconds, wait, checkpoint)
-            window = RankWindow(steps=len(stalls), long_steps=LongSteps(**vars(found)) if found else None)
+            window = RankWindow(steps=len(stalls), long_steps=LongSteps(**vars(found)))
             for name, column in {"step": step_seconds, "wait": wait, "self": step_seconds - wait}.items():
                 statistics = statistics_of(column)
                 if statistics is not None:

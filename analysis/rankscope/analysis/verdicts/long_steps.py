@@ -26,7 +26,7 @@ from rankscope.analysis.verdicts.windows import RankColumns
 WINDOWS_KEPT = 300
 # Late by less of what a window lost is noise of the clocks.
 LEAST_SHARE = 0.05
-# Windows count if it is known who was late for more of the ranks.
+# Who was late is not known if as many of the ranks cannot tell.
 UNKNOWN_RATIO = 0.5
 # Stalls have ended when none came for so many of the usual gaps between two of them.
 GAPS_WAITED = 3.0
@@ -87,6 +87,7 @@ class _Window(NamedTuple):
     lost_seconds: float = 0.0
     lost_by_some_seconds: float = 0.0  # of it, by ranks that were late when others were not
     lost_steps: float = 0.0
+    is_known: bool = True  # who was late
     queued_seconds: float = 0.0  # for a CPU, by the typical rank
     # Of these ranks.
     ranks: Ints = np.empty(0, dtype=np.int64)
@@ -96,7 +97,7 @@ class _Window(NamedTuple):
 
     @property
     def lost_by_all_seconds(self) -> float:
-        return self.lost_seconds - self.lost_by_some_seconds
+        return self.lost_seconds - self.lost_by_some_seconds if self.is_known else 0.0
 
 
 class LongStepHistory:
@@ -118,10 +119,8 @@ class LongStepHistory:
         steps, seconds = summary.fewest_steps, summary.fewest_steps * summary.step_seconds
         self._seen += 1
         is_long = summary.long_seconds > 0 and seconds > 0
-        late: Mapping[int, float] = {}
-        if is_long and np.isnan(columns.late_seconds).mean() < UNKNOWN_RATIO:
-            late = self._add_long(columns, summary, policy)
-        elif not is_long:
+        late = self._add_long(columns, summary, policy) if is_long else {}
+        if not is_long:
             # Most windows of most jobs: this must cost next to nothing.
             self.lost_by_all_seconds = 0.0
             self._quiet_seconds += seconds
@@ -236,8 +235,11 @@ def _sum_up(windows: list[_Window], of: list[Bools], policy: Policy) -> Stalls |
             lost, steps = lost + share * held, steps + share * float(window.late_steps[some].sum())
     if not steps > 0:
         return None
+    # Where it is not known who was late, it was as in the others.
+    known = sum(window.lost_seconds for window in span if window.is_known)
+    scale = sum(window.lost_seconds for window in span) / known
     seconds = sum(window.seconds for window in span)
-    return Stalls(lost / seconds, sum(window.steps for window in span) / steps, lost / steps)
+    return Stalls(scale * lost / seconds, sum(window.steps for window in span) / (scale * steps), lost / steps)
 
 
 def _between(windows: list[_Window], hits: list[int], policy: Policy, needed: int) -> list[_Window]:
@@ -305,12 +307,15 @@ def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
     )
     is_late = (own > LEAST_SHARE * lost_seconds) & (counted > 0)
     share = own[is_late] / late[is_late]
+    # On the ranks that tell of long steps at all.
+    is_known = not np.isnan(columns.late_seconds[columns.long_seconds > 0]).mean() >= UNKNOWN_RATIO
     return _Window(
         summary.step_seconds * summary.fewest_steps,
         summary.fewest_steps,
         lost_seconds=lost_seconds,
         lost_by_some_seconds=min(float(own[is_late].sum()), lost_seconds - common),
         lost_steps=median_or_nan(lost_steps),
+        is_known=is_known,
         queued_seconds=float(np.nan_to_num(median_or_nan(columns.starved_seconds * steps))),
         ranks=columns.rank[is_late],
         late_seconds=own[is_late],

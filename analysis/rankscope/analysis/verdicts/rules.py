@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, median_or_nan
 from rankscope.analysis.verdicts.causes import name_cause
 from rankscope.analysis.verdicts.findings import Observation
-from rankscope.analysis.verdicts.slow_rank import Screen, with_stalls
+from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
 from rankscope.analysis.verdicts.stack_profiles import StackHistory
 from rankscope.analysis.verdicts.stall_lines import StallLines
 from rankscope.analysis.verdicts.thresholds import Policy
@@ -28,7 +29,7 @@ from rankscope.analysis.verdicts.verdict import (
     source_line,
 )
 from rankscope.analysis.verdicts.window_merge import merge_evidence
-from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, RankColumns
+from rankscope.analysis.verdicts.windows import HOST_WAITING_PHASES, FrameSeen, JobWindow, RankColumns
 
 # A few dozen peers show what is usual; reading the stacks of all would take minutes in a large job.
 PEERS_ASKED = 64
@@ -266,7 +267,11 @@ class RecentWindows:
             if found is None:
                 self._lines.pop(together, None)
                 continue
-            lines = self._lines.setdefault(together, StallLines(self._usual_stacks.ranks.get(0)))
+            if together not in self._lines:
+                on_device = bool(is_timed_on_device(observation.columns).all())
+                waiting = HOST_WAITING_PHASES if on_device else WAITING_PHASES
+                self._lines[together] = StallLines(self._usual_stacks.ranks.get(0), waiting)
+            lines = self._lines[together]
             lines.add(window, {} if together else observation.late, observation.lost_by_all_seconds * together)
 
     def _stalled_lines(self, together: bool) -> tuple[FrameSeen, ...]:

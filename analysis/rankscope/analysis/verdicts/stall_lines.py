@@ -8,7 +8,7 @@ for longer have more samples in the line, by as much as the stalls are longer.""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import sqrt
 from typing import NamedTuple
 
@@ -42,9 +42,10 @@ class _Lost(NamedTuple):
 
 
 class StallLines:
-    def __init__(self, usual: StackProfile | None) -> None:
-        """`usual`: stacks from before the stalls."""
+    def __init__(self, usual: StackProfile | None, waiting: Collection[str]) -> None:
+        """`usual`: stacks from before the stalls. `waiting`: phases in which ranks may wait for others."""
         self._usual = usual
+        self._waiting = waiting
         self._stacks = StackHistory()
         self._windows: deque[_Lost] = deque(maxlen=WINDOWS_REMEMBERED)
         self._read: dict[int, float] = {}  # by rank, the end of the last recording
@@ -83,7 +84,7 @@ class StallLines:
     def _add_recording(self, stacks: StackProfile, stalled_share: float) -> None:
         number = len(self._stalled_shares)
         self._stalled_shares.append(stalled_share)
-        for frame in stacks.frames:
+        for frame in (frame for frame in stacks.frames if frame.phase not in self._waiting):
             line = frame._replace(share=0.0, own_share=0.0)
             if line in self._shares or len(self._shares) < FRAMES_KEPT:
                 self._shares.setdefault(line, {})[number] = frame.own_share
@@ -104,7 +105,8 @@ class StallLines:
         seen = self._stacks.ranks[0]
         before = {frame[:3]: frame.own_share for frame in usual.frames}
         needed = max(EXPLAINED_RATIO * stalled_share, SAMPLES_NEEDED / seen.samples)
-        new = {frame: frame.own_share - before.get(frame[:3], 0.0) for frame in seen.frames}
+        working = (frame for frame in seen.frames if frame.phase not in self._waiting)
+        new = {frame: frame.own_share - before.get(frame[:3], 0.0) for frame in working}
         lines = [frame for frame, more in new.items() if more >= needed and is_user_code(Frame(*frame[:3]))]
         return tuple(sorted(lines, key=lambda frame: -new[frame])[:LINES_SHOWN])
 

@@ -12,7 +12,7 @@ from rankscope.analysis.verdicts.stack_profiles import merge_profiles
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
 
 _KEYS = {"job", "rank", "stage", "place"}
-_ABSENT_IS_ZERO = {"long_seconds", "late_seconds", "long_ratio", "late_ratio", "late_ahead_seconds"}
+_OF_LONG_STEPS = {"long_seconds", "late_seconds", "long_ratio", "late_ratio", "late_ahead_seconds"}
 
 
 def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
@@ -30,8 +30,9 @@ def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
             made[column.name] = getattr(aligned[-1], column.name)
             continue
         values = np.array([getattr(part, column.name) for part in aligned])
-        if column.name in _ABSENT_IS_ZERO:
-            values = np.nan_to_num(values)
+        if column.name in _OF_LONG_STEPS:
+            # A window without any says nothing of them.
+            values[np.array([np.isnan(part.long_seconds) for part in aligned])] = 0.0
         weights = np.where(np.isnan(values), 0.0, steps)
         total = weights.sum(axis=0)
         known = np.where(weights > 0, values, 0.0)

@@ -88,6 +88,23 @@ def test_a_policy_may_ask_for_more_on_devices_too() -> None:
     assert watch((slow, 8), policy=Policy(device_rank_ratio=1.2))[-1].kind is Kind.HEALTHY
 
 
+@pytest.mark.parametrize(("further_ahead", "bound"), [(0.0, HOST), (0.050, DEVICE)])
+def test_the_stalls_themselves_tell_a_late_host(further_ahead: float, bound: str) -> None:
+    """Between stalls all hosts get ahead by several steps, so that means over steps say nothing."""
+    rare = {
+        "long_seconds": 0.050,
+        "long_ratio": 0.1,
+        "late_seconds": 0.0,
+        "run_ahead_seconds": 0.5,
+        "step_seconds": 0.1,
+    }
+    late = {"late_seconds": 0.050, "late_ratio": 0.1, "late_ahead_seconds": further_ahead}
+    job = HEALTHY.but(extra={**dict.fromkeys(range(4), rare), 2: {**rare, **late}})
+    verdict = watch((HEALTHY, 4), (job, 8))[-1]
+    assert (verdict.culprits, verdict.cause.bound) == ((2,), bound)
+    assert verdict.cause.stalls == "in every 10th step for 500 ms"
+
+
 class TestHostIsLate:
     @LOOPS
     def test_the_line_and_the_hosts_delay_are_named(self, synchronises: bool) -> None:

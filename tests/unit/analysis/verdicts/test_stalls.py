@@ -45,6 +45,15 @@ def test_rare_stalls_of_one_rank(ranks: int) -> None:
     assert verdicts[-1].impact_ratio == pytest.approx(3 / (3 + 100 * 0.022), abs=0.03)
 
 
+def test_stalls_in_steps_without_a_measured_wait_count_as_the_others() -> None:
+    job = StallingJob(one_rank(2, 100, 3.0), measured=lambda step: step % 3 == 0)
+    verdicts = watch(job, 80)
+    assert {verdict.culprits for verdict in verdicts if verdict.kind.is_finding} == {(2,)}
+    assert all(headline(verdict) == "healthy" for verdict in verdicts if verdict.kind is Kind.HEALTHY)
+    assert headline(verdicts[-1]) == "rank 2 stalls in every 100th step for 3.0 s"
+    assert verdicts[-1].impact_ratio == pytest.approx(3 / (3 + 100 * 0.022), abs=0.05)
+
+
 @pytest.mark.parametrize(("ranks", "seed"), [(4, 0), (4, 1), (4, 2), (64, 0), (64, 1), (4096, 0)])
 def test_stalls_that_move_name_no_rank(ranks: int, seed: int) -> None:
     verdicts = watch(StallingJob(another_rank(ranks, 0.05, 0.2), ranks), 40, seed)
