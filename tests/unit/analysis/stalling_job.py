@@ -32,6 +32,7 @@ class StallingJob:
     noise: float = 0.02
     are_checkpoints: bool = False
     measured: Callable[[int], bool] = lambda step: True  # whether waiting is, in the step of this number
+    starved_seconds: float = 0.0  # a step, on every rank
     # By the seconds that each rank was late in a window, and the window's end.
     evidence: Callable[[Mapping[int, float], float], Mapping[int, RankEvidence]] = lambda late, end: {}
 
@@ -78,6 +79,7 @@ class StallingJob:
                 if statistics is not None:
                     getattr(window, f"{name}_seconds").CopyFrom(statistics)
             window.checkpoint_seconds = float(checkpoint.mean()) if len(checkpoint) else 0.0
+            window.process.starved_seconds = self.starved_seconds * len(stalls)
             table = window_columns([window], make.span())
             read = columns(unpack(table.names, table.values, 1))[:, 0].tolist()
             made[rank] = dict(zip(FIGURES, read, strict=True))

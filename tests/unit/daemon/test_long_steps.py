@@ -101,6 +101,7 @@ def test_where_waiting_was_not_measured_nobody_is_late() -> None:
     assert (made.steps, made.waited_seconds, made.late_steps) == (1, None, 0)
     wait[[3, 20]] = np.nan, WAIT + 0.6
     assert found(steps(64, s3=0.6, s20=0.6), wait=wait).waited_seconds == pytest.approx(1.2)  # as in the other one
+    assert found(steps(64, s3=3.0, s20=0.6), wait=wait).waited_seconds is None  # that is too little of it
 
 
 def test_a_device_that_stalls_lets_its_host_get_ahead() -> None:

@@ -260,9 +260,8 @@ class RecentWindows:
         if observation.is_moment_for_stacks and not observation.remarkable:
             evidence = window.evidence()
             asked = (evidence.get(rank) for rank in observation.columns.rank[:USUAL_RANKS_ASKED].tolist())
-            profiles = [one.stacks for one in asked if one is not None and one.stacks is not None]
-            for profile in profiles:
-                self._usual_stacks.add({0: profile})
+            for stacks in [one.stacks for one in asked if one is not None and one.stacks is not None]:
+                self._usual_stacks.add({0: stacks})
         for together, found in ((False, stalls.in_turn), (True, stalls.together)):
             if found is None:
                 self._lines.pop(together, None)
@@ -271,8 +270,8 @@ class RecentWindows:
                 on_device = bool(is_timed_on_device(observation.columns).all())
                 waiting = HOST_WAITING_PHASES if on_device else WAITING_PHASES
                 self._lines[together] = StallLines(self._usual_stacks.ranks.get(0), waiting)
-            lines = self._lines[together]
-            lines.add(window, {} if together else observation.late, observation.lost_by_all_seconds * together)
+            by_rank, by_all = ({}, observation.lost_by_all_seconds) if together else (observation.late, 0.0)
+            self._lines[together].add(window, by_rank, by_all)
 
     def _stalled_lines(self, together: bool) -> tuple[FrameSeen, ...]:
         return self._lines[together].found() if together in self._lines else ()

@@ -46,8 +46,14 @@ def busy_seconds(columns: RankColumns) -> Floats:
 
 
 def queued_seconds(columns: RankColumns) -> Floats:
-    """For a CPU, in usual steps. How much of a stall was queueing is not known; all of it may be."""
-    return np.maximum(columns.starved_seconds - np.nan_to_num(columns.late_seconds), 0.0)
+    """For a CPU, in usual steps. A rank that was late in long steps may have queued in them: what it queued more than
+    its cohort is taken for that."""
+    late = np.nan_to_num(columns.late_seconds)
+    if not late.any():
+        return columns.starved_seconds
+    cohort, cohort_count = number_groups(columns.job, columns.stage)
+    usual = grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
+    return columns.starved_seconds - np.minimum(late, np.maximum(columns.starved_seconds - usual, 0.0))
 
 
 def work_seconds(columns: RankColumns) -> Floats:

@@ -26,7 +26,7 @@ OTHER_RANKS_ASKED = 4
 WINDOWS_REMEMBERED = 16
 WINDOWS_ASKED_AFTER = 5
 RECORDINGS_NEEDED, RECORDINGS_COMPARED = 12, 4
-FRAMES_KEPT = 256
+MAX_RECORDINGS, MAX_FRAMES = 500, 256
 # How much of a stall a line must explain, and how far from chance, in standard errors.
 EXPLAINED_RATIO = 0.4
 SCORE_NEEDED = 4.0
@@ -83,10 +83,12 @@ class StallLines:
 
     def _add_recording(self, stacks: StackProfile, stalled_share: float) -> None:
         number = len(self._stalled_shares)
+        if number == MAX_RECORDINGS:
+            return
         self._stalled_shares.append(stalled_share)
         for frame in (frame for frame in stacks.frames if frame.phase not in self._waiting):
             line = frame._replace(share=0.0, own_share=0.0)
-            if line in self._shares or len(self._shares) < FRAMES_KEPT:
+            if line in self._shares or len(self._shares) < MAX_FRAMES:
                 self._shares.setdefault(line, {})[number] = frame.own_share
 
     def found(self) -> tuple[FrameSeen, ...]:

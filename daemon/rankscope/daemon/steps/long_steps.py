@@ -23,6 +23,8 @@ STEPS_COMPARED = 64
 STEPS_NEEDED = 16
 # Where more steps are long, that is how the job runs.
 MOST_LONG_RATIO = 0.2
+# Who was late is known if waiting was measured in this share of the long steps' time.
+MEASURED_SHARE = 0.5
 # A rank that holds this share of what a step took beyond the usual is the one that is late in it.
 LATE_SHARE = 0.5
 
@@ -81,12 +83,13 @@ def sum_up(
     saved = np.minimum(np.nan_to_num(checkpoint_seconds), excess - waited)
     is_late = excess - waited - saved >= LATE_SHARE * excess
     total, known = float(excess[is_long].sum()), float(excess[is_known].sum())
-    # Those in which waiting was not measured are as the others.
-    scale = total / known if known > 0 else 0.0
+    # Those in which waiting was not measured are as the others, if these are most of it.
+    is_enough = known >= MEASURED_SHARE * total
+    scale = total / known if is_enough else 0.0
     return LongSteps(
         steps=int(is_long.sum()),
         seconds=total,
-        waited_seconds=float(waited[is_known].sum()) * scale if is_known.any() else None,
+        waited_seconds=float(waited[is_known].sum()) * scale if is_enough else None,
         checkpoint_seconds=float(saved[is_known].sum()) * scale,
         late_steps=min(round(int((is_late & is_known).sum()) * scale), int(is_long.sum())),
         late_ahead_seconds=_late_ahead(is_late & is_known, excess, run_ahead_seconds),

@@ -45,6 +45,13 @@ def test_rare_stalls_of_one_rank(ranks: int) -> None:
     assert verdicts[-1].impact_ratio == pytest.approx(3 / (3 + 100 * 0.022), abs=0.03)
 
 
+def test_a_rank_that_sleeps_where_all_queue_only_stalls() -> None:
+    verdicts = watch(StallingJob(one_rank(2, 100, 3.0), starved_seconds=0.006), 30)
+    assert {headline(one) for one in verdicts if one.kind.is_finding} <= {
+        f"rank 2 stalls in every {often} step for 3.0 s" for often in ("90th", "100th", "110th")
+    }
+
+
 def test_stalls_in_steps_without_a_measured_wait_count_as_the_others() -> None:
     job = StallingJob(one_rank(2, 100, 3.0), measured=lambda step: step % 3 == 0)
     verdicts = watch(job, 80)
