@@ -27,7 +27,7 @@ WINDOWS_KEPT = 300
 # Late by less of what a window lost is noise of the clocks.
 LEAST_SHARE = 0.05
 # Who was late is not known if as many of the ranks cannot tell.
-UNKNOWN_RATIO = 0.5
+UNKNOWN_RATIO = 0.2
 # Stalls have ended when none came for so many of the usual gaps between two of them.
 GAPS_WAITED = 3.0
 # Between the two chances it is not known yet whether one rank stalls or all in turn.
@@ -129,7 +129,7 @@ class LongStepHistory:
             if any(self.found):
                 self.found = self._find(len(columns), policy)
         if self._seen >= self._stacks_due or self.is_moment_for_stacks:
-            is_quiet = not summary.long_seconds > QUIET_RATIO * summary.step_seconds and not any(self.found)
+            is_quiet = not summary.long_seconds > QUIET_RATIO * summary.step_seconds and not any(self.found[:2])
             self._note_moment_for_stacks(is_quiet)
         return late
 

@@ -257,7 +257,7 @@ class RecentWindows:
         window, stalls = observation.window, observation.stalls
         if window is None:
             return
-        if observation.is_moment_for_stacks and not observation.remarkable:
+        if observation.is_moment_for_stacks and not observation.outliers:
             evidence = window.evidence()
             asked = (evidence.get(rank) for rank in observation.columns.rank[:USUAL_RANKS_ASKED].tolist())
             for stacks in [one.stacks for one in asked if one is not None and one.stacks is not None]:
