@@ -52,7 +52,7 @@ def test_a_rank_that_sleeps_where_all_queue_only_stalls() -> None:
     }
 
 
-def test_stalls_in_steps_without_a_measured_wait_count_as_the_others() -> None:
+def test_stalls_that_were_not_measured_count_as_the_others() -> None:
     job = StallingJob(one_rank(2, 100, 3.0), measured=lambda step: step % 3 == 0)
     verdicts = watch(job, 80)
     assert {verdict.culprits for verdict in verdicts if verdict.kind.is_finding} == {(2,)}
