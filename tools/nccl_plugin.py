@@ -1,4 +1,4 @@
-"""Builds the NCCL plugin for every architecture, or checks that the libraries in the repository match its source.
+"""Builds the NCCL plugin for x86_64 and aarch64. With --check, builds it again and compares it with what is committed.
 
     python -m tools.nccl_plugin [--check]
 
