@@ -209,7 +209,7 @@ def _together(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | No
         for place, window in enumerate(windows)
         if window.lost_by_all_seconds >= policy.stall_share * window.lost_seconds > 0
     ]
-    span = _between(windows, hits, policy, policy.windows_for_alarm)
+    span = windows[_between(windows, hits, policy)]
     lost = sum(window.lost_by_all_seconds for window in span)
     steps = sum(
         window.lost_steps * window.lost_by_all_seconds / window.lost_seconds for window in span if window.lost_seconds
@@ -224,12 +224,10 @@ def _together(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | No
 def _sum_up(windows: list[_Window], of: list[Bools], policy: Policy) -> Stalls | None:
     """Of some of the ranks that were late in each window. The loss of a window is at most what it lost, also where
     several of them were late together."""
-    span = _between(windows, [place for place, some in enumerate(of) if some.any()], policy, policy.windows_for_alarm)
-    if not span:
-        return None
-    lost = steps = 0.0
-    for window, some in zip(windows, of, strict=True):
-        if some.any() and any(window is one for one in span):
+    within = _between(windows, [place for place, some in enumerate(of) if some.any()], policy)
+    span, lost, steps = windows[within], 0.0, 0.0
+    for window, some in zip(span, of[within], strict=True):
+        if some.any():
             held = float(window.late_seconds[some].sum())
             share = min(1.0, window.lost_by_some_seconds / held)
             lost, steps = lost + share * held, steps + share * float(window.late_steps[some].sum())
@@ -242,19 +240,20 @@ def _sum_up(windows: list[_Window], of: list[Bools], policy: Policy) -> Stalls |
     return Stalls(scale * lost / seconds, sum(window.steps for window in span) / (scale * steps), lost / steps)
 
 
-def _between(windows: list[_Window], hits: list[int], policy: Policy, needed: int) -> list[_Window]:
-    """The windows after the first hit, up to the last one: as many stalls as gaps between them. None if there are too
+def _between(windows: list[_Window], hits: list[int], policy: Policy) -> slice:
+    """The windows after the first hit, up to the last one: as many stalls as gaps between them. Empty if there are too
     few, or if they have ended."""
-    if len(hits) < needed:
-        return []
+    nothing, needed = slice(0), policy.windows_for_alarm
+    if len(hits) < max(needed, 2):
+        return nothing
     ends = list(accumulate(window.windows for window in windows))
     gaps = [ends[after] - ends[before] for before, after in pairwise(hits)]
     longest = max(policy.windows_kept, GAPS_WAITED * median(gaps))
     if ends[-1] - ends[hits[-1]] > longest:
-        return []
+        return nothing
     # Those before a long gap belong to something else.
     first = max((place + 1 for place, gap in enumerate(gaps) if gap > longest), default=0)
-    return windows[hits[first] + 1 : hits[-1] + 1] if len(hits) - first >= needed else []
+    return slice(hits[first] + 1, hits[-1] + 1) if len(hits) - first >= needed else nothing
 
 
 def _lost_by_some(windows: list[_Window]) -> float:
@@ -305,10 +304,10 @@ def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
     lost_steps, counted = (
         np.clip(np.nan_to_num(ratio), 0.0, 1.0) * steps for ratio in (columns.long_ratio, columns.late_ratio)
     )
-    is_late = (own > LEAST_SHARE * lost_seconds) & (counted > 0)
-    share = own[is_late] / late[is_late]
-    # On the ranks that tell of long steps at all.
+    # Of the ranks that tell of long steps at all.
     is_known = not np.isnan(columns.late_seconds[columns.long_seconds > 0]).mean() >= UNKNOWN_RATIO
+    is_late = is_known & (own > LEAST_SHARE * lost_seconds) & (counted > 0)
+    share = own[is_late] / late[is_late]
     return _Window(
         summary.step_seconds * summary.fewest_steps,
         summary.fewest_steps,

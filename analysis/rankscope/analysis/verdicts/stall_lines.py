@@ -59,7 +59,9 @@ class StallLines:
         for rank in self._asked(window.columns.rank.tolist()):
             seen = evidence.get(rank)
             stacks = seen.stacks if seen is not None else None
-            if stacks is None or not stacks.seconds or self._read.get(rank) == stacks.end_unix_seconds:
+            if stacks is None or not (stacks.seconds > 0 and stacks.samples > 0):
+                continue
+            if self._read.get(rank) == stacks.end_unix_seconds:
                 continue
             self._read[rank] = stacks.end_unix_seconds
             self._stacks.add({0: stacks})
@@ -106,7 +108,7 @@ class StallLines:
         """Lines of the user's own code that are seen more than before, by enough of the stalls."""
         seen = self._stacks.ranks[0]
         before = {frame[:3]: frame.own_share for frame in usual.frames}
-        needed = max(EXPLAINED_RATIO * stalled_share, SAMPLES_NEEDED / seen.samples)
+        needed = max(EXPLAINED_RATIO * stalled_share, SAMPLES_NEEDED / max(seen.samples, 1))
         working = (frame for frame in seen.frames if frame.phase not in self._waiting)
         new = {frame: frame.own_share - before.get(frame[:3], 0.0) for frame in working}
         lines = [frame for frame, more in new.items() if more >= needed and is_user_code(Frame(*frame[:3]))]

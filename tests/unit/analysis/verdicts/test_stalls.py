@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Kind, Severity, headline
 from rankscope.analysis.verdicts.windows import FrameSeen, RankEvidence, StackProfile
 from tests.unit.analysis.stalling_job import ALL, WINDOW_SECONDS, StallingJob, Stalls, watch
@@ -145,3 +146,21 @@ def test_the_line_of_stalls_of_all_ranks_is_mentioned() -> None:
     every = together(50, 1.0)
     job = StallingJob(lambda step, random: every(step, random) if step >= 1000 else {}, evidence=recordings)
     assert headline(watch(job, 50)[-1]).endswith("47 % of the time, in other at collect.py:7 (collect)")
+
+
+def test_a_rank_that_never_tells_leaves_the_others_unjudged() -> None:
+    fleet = FleetDetector()
+    for window in StallingJob(one_rank(2, 10, 0.6)).windows(12):
+        window.columns.late_seconds[0] = np.nan
+        verdict = fleet.evaluate({"job": window})["job"]
+        assert not verdict.kind.is_finding
+    assert headline(verdict) == "healthy"
+
+
+@pytest.mark.parametrize(("samples", "seconds"), [(0, 2.0), (1, 1e12), (100, 0.0)])
+def test_absurd_recordings_of_stalls_name_no_line(samples: int, seconds: float) -> None:
+    def absurd(late: Mapping[int, float], end: float) -> Mapping[int, RankEvidence]:
+        frame = FrameSeen("collect", "/job/collect.py", 7, float("nan"), float("inf"), "other")
+        return {rank: RankEvidence(StackProfile(samples, {}, (frame,), seconds, end)) for rank in late}
+
+    assert headline(watch(StallingJob(another_rank(4, 0.05, 0.2), evidence=absurd), 40)[-1]).startswith("ranks stall")
