@@ -39,6 +39,13 @@ def test_own_work_includes_checkpoints_of_unsampled_steps(wait: list[float]) -> 
     assert window.self_seconds.mean == pytest.approx(2.4)
 
 
+def test_own_work_is_never_longer_than_the_step() -> None:
+    """The one step that was sampled is the longest."""
+    window = window_of(RankSamples(make.steps(0.9, 0.3, 0.3, 0.3, wait=[0.1, NAN, NAN, NAN])))
+    assert window.self_seconds.mean == pytest.approx((0.8 + 3 * 0.3) / 4)
+    assert window.self_seconds.mean < window.step_seconds.mean
+
+
 def test_an_unmeasured_phase_is_absent_and_not_zero() -> None:
     window = window_of(RankSamples(make.steps(0.5, 0.5, input=[0.0, 0.0])))
     measured = {field.name for field, _ in window.ListFields() if field.name.endswith("_seconds")}

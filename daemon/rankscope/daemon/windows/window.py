@@ -299,10 +299,10 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
 
 def _mean_self_seconds(sample: StepSample) -> float:
     """Of all steps: those in which waiting was not measured are as the others, but for their checkpoints. These are
-    rare and timed in every step."""
+    rare and timed in every step. No step holds more work than it is long."""
     own, checkpoint = sample.self_seconds, np.nan_to_num(sample.checkpoint_seconds)
     usual = np.nanmean(np.maximum(own - checkpoint, 0.0))
-    return float(np.where(np.isnan(own), usual + checkpoint, own).mean())
+    return float(np.where(np.isnan(own), np.minimum(usual + checkpoint, sample.step_seconds), own).mean())
 
 
 def _mean(column: Column) -> float | None:
