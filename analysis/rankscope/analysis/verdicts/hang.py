@@ -11,7 +11,17 @@ from rankscope.analysis.profiles.phases import CHECKPOINT, COMMUNICATION, COMPIL
 from rankscope.analysis.profiles.stack_groups import group_stacks, places_text, stack_of
 from rankscope.analysis.verdicts.nccl_hang import find_missing, waits_in_nccl
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.verdict import ENDED, STOPPED, Cause, Confidence, Kind, Severity, Verdict, ranks
+from rankscope.analysis.verdicts.verdict import (
+    ENDED,
+    MISMATCH,
+    STOPPED,
+    Cause,
+    Confidence,
+    Kind,
+    Severity,
+    Verdict,
+    ranks,
+)
 from rankscope.analysis.verdicts.windows import FrameSeen, Stall, step_phase
 
 FRAMES_SHOWN = 3
@@ -115,6 +125,8 @@ def _culprits(
         return stopped, "a signal has stopped it while the others wait for it", STOPPED
     if (found := find_missing(standing)) is not None:
         culprits, how = found.culprits, found.text
+        if culprits and found.is_mismatch:
+            return culprits, how, MISMATCH
     else:
         culprits, how = _behind_in_collectives(standing, waiting)
         if not culprits:

@@ -35,6 +35,7 @@ MAX_PLACES = 4
 class NcclFinding:
     culprits: tuple[int, ...]  # none where no rank alone is to blame
     text: str
+    is_mismatch: bool = False  # they entered another operation than the others, instead of none
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,25 @@ def _awaited(groups: Sequence[_Group], waiting: frozenset[int], standing: Mappin
         alike = [group for group in groups if group.is_of_messages is of_messages]
         free = {rank for group in alike for rank in group.missing if rank not in waiting}
         # A rank may wait by other means than NCCL, such as gloo or a store.
-        free = {rank for rank in free if standing[rank].phase != COMMUNICATION} or free
+        elsewhere = {rank for rank in free if standing[rank].phase == COMMUNICATION}
+        free = free - elsewhere or free
         if free:
             group = next(group for group in alike if not free.isdisjoint(group.missing))
-            return NcclFinding(tuple(sorted(free)), _awaited_text(group, free, waiting))
+            is_odd = free == elsewhere and 2 * len(free) >= len(group.rows) > 2
+            return (
+                _alone(group, free) if is_odd else NcclFinding(tuple(sorted(free)), _awaited_text(group, free, waiting))
+            )
     return None
+
+
+def _alone(group: _Group, elsewhere: set[int]) -> NcclFinding:
+    """The hosts of most members are in a collective, but not in this one. Where sizes differ, so may the algorithms:
+    the host of a rank that needs another algorithm connects to its peers first, and waits for them there."""
+    few = tuple(group.waiting)
+    how = f"entered {group.text}, while {ranks(sorted(elsewhere.intersection(group.rows)))} wait in another collective"
+    return NcclFinding(
+        few if 2 * len(few) < len(group.rows) else (), f"{how}, or in one of another size", is_mismatch=True
+    )
 
 
 def _awaited_text(group: _Group, awaited: set[int], waiting: frozenset[int]) -> str:
@@ -180,7 +195,7 @@ def _mismatch(groups: Sequence[_Group]) -> NcclFinding | None:
         few = tuple(rank for rank, one in at.items() if one != order[0])
         places = [f"{ranks([rank for rank in at if at[rank] == one])} {_text(one)}" for one in order[:MAX_PLACES]]
         text = f"ranks entered different operations in a group of {group.size}: {', '.join(places)}"
-        return NcclFinding(few if 2 * len(few) < len(at) else (), text)
+        return NcclFinding(few if 2 * len(few) < len(at) else (), text, is_mismatch=True)
     return None
 
 

@@ -81,6 +81,7 @@ class Confidence(str, Enum):
 # In place of the phase of a rank that others wait for.
 STOPPED = "stopped"
 ENDED = "ended"
+MISMATCH = "mismatch"
 
 # What a slow rank is held up by, where its steps are timed on a device.
 HOST = "host"
@@ -165,7 +166,11 @@ def headline(verdict: Verdict) -> str:
     return what
 
 
-_HUNG = {STOPPED: "{is_} stopped by a signal", ENDED: "{is_} no longer running"}
+_HUNG = {
+    STOPPED: "{is_} stopped by a signal",
+    ENDED: "{is_} no longer running",
+    MISMATCH: "entered another collective",
+}
 
 
 def because(verdict: Verdict) -> str:

@@ -10,7 +10,7 @@ import pytest
 from rankscope.analysis.verdicts.hang import find_hang
 from rankscope.analysis.verdicts.nccl_hang import MIN_UNCHANGED_SECONDS
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
-from rankscope.analysis.verdicts.verdict import Verdict
+from rankscope.analysis.verdicts.verdict import Verdict, headline
 from rankscope.analysis.verdicts.windows import Communicator, NcclOperation, Stall
 
 WORLD, TENSOR, PIPELINE, DATA = 100, 200, 300, 400
@@ -226,6 +226,29 @@ def test_ranks_waiting_by_other_means_come_after_idle_ones() -> None:
     rows = one_missing() | {0: (outside(WORLD, 0, "AllReduce", 4710),)}
     in_barrier = Stall(9.0, "communication", ("barrier (/app/train.py:3)",), same_stack_looks=3)
     assert found(rows, {0: in_barrier})[0] == (2,)
+
+
+IN_COLLECTIVE = replace(IN_CPP, phase="communication", stack=("reduce_metrics (/app/train.py:9)",), same_stack_looks=3)
+
+
+@pytest.mark.parametrize(("alone", "culprits"), [((3,), (3,)), ((2, 3), ())])
+def test_a_rank_alone_in_its_collective_is_the_odd_one(alone: tuple[int, ...], culprits: tuple[int, ...]) -> None:
+    """Seen where one rank called all_reduce with another size: the hosts of the others were in theirs, which had not
+    started on their GPUs."""
+    rows = {rank: (outside(WORLD, rank, "AllReduce", 4710),) for rank in range(4)}
+    rows |= {rank: (inside(WORLD, rank, "AllReduce", 4711),) for rank in alone}
+    named, text = found(rows, {rank: IN_COLLECTIVE for rank in range(4) if rank not in alone})
+    assert named == culprits
+    assert text.startswith("entered AllReduce 4711 of a group of 4, while ranks 0")
+    assert "wait in another collective, or in one of another size" in text
+
+
+def test_the_headline_of_a_mismatch_says_what_was_entered() -> None:
+    rows = {rank: (outside(WORLD, rank, "AllReduce", 4710),) for rank in range(3)}
+    rows[3] = (inside(WORLD, 3, "AllReduce", 4711),)
+    verdict = judge(rows, dict.fromkeys(range(3), IN_COLLECTIVE))
+    assert verdict is not None
+    assert headline(verdict) == "the job hangs: rank 3 entered another collective at train.py:70 (log_loss)"
 
 
 def test_when_nobody_is_missing_the_network_is_suspected() -> None:
