@@ -216,8 +216,9 @@ def _together(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | No
     )
     if not (lost > 0 and steps > 0):
         return None
-    seconds = sum(window.seconds for window in span)
-    found = Stalls(lost / seconds, sum(window.steps for window in span) / steps, lost / steps, stalled_ranks=ranks)
+    scale, seconds = _scale(span), sum(window.seconds for window in span)
+    every = sum(window.steps for window in span) / (scale * steps)
+    found = Stalls(scale * lost / seconds, every, lost / steps, stalled_ranks=ranks)
     return found if found.impact_ratio >= policy.stall_note_ratio else None
 
 
@@ -233,11 +234,14 @@ def _sum_up(windows: list[_Window], of: list[Bools], policy: Policy) -> Stalls |
             lost, steps = lost + share * held, steps + share * float(window.late_steps[some].sum())
     if not steps > 0:
         return None
-    # Where it is not known who was late, it was as in the others.
-    known = sum(window.lost_seconds for window in span if window.is_known)
-    scale = sum(window.lost_seconds for window in span) / known
-    seconds = sum(window.seconds for window in span)
+    scale, seconds = _scale(span), sum(window.seconds for window in span)
     return Stalls(scale * lost / seconds, sum(window.steps for window in span) / (scale * steps), lost / steps)
+
+
+def _scale(windows: list[_Window]) -> float:
+    """Where it is not known who was late, it was as in the others."""
+    known = sum(window.lost_seconds for window in windows if window.is_known)
+    return sum(window.lost_seconds for window in windows) / known
 
 
 def _between(windows: list[_Window], hits: list[int], policy: Policy) -> slice:

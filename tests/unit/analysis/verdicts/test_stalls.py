@@ -87,6 +87,11 @@ def test_stalls_of_all_ranks_together_are_only_mentioned(ranks: int) -> None:
     assert said.startswith("healthy; all ranks together stall in every 50th step for 1.0 s, 4")
 
 
+def test_stalls_together_that_were_not_measured_are_mentioned_too() -> None:
+    verdicts = watch(StallingJob(together(50, 1.0), measured=lambda step: step % 3 == 0), 60)
+    assert headline(verdicts[-1]).startswith("healthy; all ranks together stall in every 50th step for 1.0 s, 4")
+
+
 def test_a_checkpoint_of_one_rank_is_no_stall_of_it() -> None:
     job = StallingJob(one_rank(0, 100, 1.0), are_checkpoints=True)
     verdicts = watch(job, 40)
