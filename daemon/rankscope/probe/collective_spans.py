@@ -21,7 +21,7 @@ from typing import Any, Callable, Deque, Dict, List, Optional, Set, Tuple
 from . import ring_layout
 from .clock import CudaClock, Mark
 from .failure import disable, switch
-from .torch_timers import BLOCKING, INPUT, Tally, hide_from_dynamo, timed
+from .torch_timers import BACKWARD, BLOCKING, INPUT, Tally, hide_from_dynamo, timed
 
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter"),
@@ -288,20 +288,37 @@ class Spans:
         iterator.__next__ = hide_from_dynamo(__next__, with_callees=False)
 
     def install_backward(self, autograd: Any, look: Callable[[], None]) -> None:
-        """Around a backward pass the host is often the furthest ahead of the device."""
-        original = autograd._engine_run_backward
+        """Around a backward pass the host is often the furthest ahead of the device. On the CPU DDP waits inside it."""
+        original, tally, now = autograd._engine_run_backward, self._tally, time.monotonic_ns
 
         def looked() -> None:
             if self.clock is not None and switch.on:
                 look()
                 self.mark_moment()
 
-        hide_from_dynamo(looked)
+        def begin() -> int:
+            """When the pass began; 0 for one inside another, or of another thread."""
+            if tally.in_backward or threading.get_ident() != tally.thread_id:
+                return 0
+            tally.in_backward = True
+            return now()
+
+        def end(start_ns: int) -> None:
+            if start_ns:
+                tally.ledger[BACKWARD] += now() - start_ns
+                tally.in_backward = False
+
+        for ours in (looked, begin, end):
+            hide_from_dynamo(ours)
 
         @functools.wraps(original)
         def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
             looked()
-            result = original(*args, **kwargs)
+            start_ns = begin()
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                end(start_ns)
             looked()
             return result
 

@@ -153,7 +153,7 @@ class DeviceSteps:
         self._end_ns = max(self._end_ns, int(self._device_ns + self._offset.ns))
         host = (border.ledger[LAST_END] - before.ledger[LAST_END]) * 1e-9 if before else NAN
         saved = (border.ledger[CHECKPOINT] - before.ledger[CHECKPOINT]) * 1e-9 if before else 0.0
-        seconds = (waited, NAN, NAN, saved, *border.figures, host, run_ahead, exposed)
+        seconds = (waited, NAN, NAN, saved, *border.figures, host, run_ahead, exposed, NAN)
         self._write(
             self._end_ns, int(span_seconds * 1e9) if border.is_typical else 0, seconds, border.flags, max(steps, 1)
         )

@@ -1,4 +1,4 @@
-"""The ring's layout, version 2: what the probe writes and the daemon reads. Little-endian, fixed size.
+"""The ring's layout, version 3: what the probe writes and the daemon reads. Little-endian, fixed size.
 
       0  fixed part   magic, version, header bytes, record bytes, capacity, owner's pid, ring id; crc32
      64  counters     u64 records written so far, u64 steps so far; record n (from 1) lies in slot (n - 1) % capacity
@@ -27,10 +27,10 @@ import zlib
 
 RING_NAME = "rankscope-ring"
 MAGIC = b"RNKSCOPE"
-VERSION = 2
+VERSION = 3
 
 HEADER_BYTES = 8192
-RECORD_BYTES = 76
+RECORD_BYTES = 80
 CAPACITY = 8192
 RING_BYTES = HEADER_BYTES + CAPACITY * RECORD_BYTES
 
@@ -111,9 +111,9 @@ GROUP_RECORDER = 5  # overlapped, by the durations of NCCL's flight recorder
 GROUP_NCCL = 6  # overlapped, by NCCL's own times (nccl_layout.py): of every step; not in the ring
 
 # sequence, end_monotonic_ns, span_ns; seconds: input, blocking communication, optimizer, checkpoint; seconds of the
-# record before: ddp forward, backward, communication, overlap; seconds: host, run-ahead, exposed communication; flags,
-# steps
-RECORD = struct.Struct("<Qqq11fHH")
+# record before: ddp forward, backward, communication, overlap; seconds: host, run-ahead, exposed communication, inside
+# backward passes (on a CPU); flags, steps
+RECORD = struct.Struct("<Qqq12fHH")
 STEPS_AT_MOST = 0xFFFF
 
 FLAG_DDP = 1  # DDP instances are watched: the wait of a step without DDP figures is unknown, not zero

@@ -21,7 +21,7 @@ from .facts import Facts
 from .failure import disable, switch
 from .ring import Ring
 from .step_boundary import training_thread_id
-from .torch_timers import BLOCKING, CHECKPOINT, INPUT, LAST_END, OPTIMIZER, STEPS, FlopCount, Tally
+from .torch_timers import BACKWARD, BLOCKING, CHECKPOINT, INPUT, LAST_END, OPTIMIZER, STEPS, FlopCount, Tally
 
 RECORD_NS = 10_000_000  # a record covers at least this, or one step
 REFRESH_NS = 1_000_000_000
@@ -31,7 +31,7 @@ STALL_CHECK_SECONDS = 1.0
 LOOK_SECONDS = 0.2
 # For how long the process waits at its end for the other thread, which reads a recorder in milliseconds.
 LEAVE_SECONDS = 5.0
-HOST_ONLY = (math.nan, math.nan, math.nan)  # host, run-ahead and exposed seconds, where there is no device
+NO_DEVICE = (math.nan, math.nan, math.nan)  # host, run-ahead and exposed seconds
 
 
 class Session:
@@ -106,8 +106,9 @@ class Session:
         steps = ledger[STEPS] - written[STEPS]
         if steps:
             causes = [(ledger[cause] - written[cause]) * 1e-9 for cause in (INPUT, BLOCKING, OPTIMIZER, CHECKPOINT)]
+            backward = (ledger[BACKWARD] - written[BACKWARD]) * 1e-9
             span_ns = ledger[LAST_END] - written[LAST_END] if is_typical else 0
-            ring.append(ledger[LAST_END], span_ns, (*causes, *figures, *HOST_ONLY), self._flags, steps)
+            ring.append(ledger[LAST_END], span_ns, (*causes, *figures, *NO_DEVICE, backward), self._flags, steps)
             self._written = ledger
 
     def _count_flops(self, count: FlopCount, boundary: int) -> bool:

@@ -11,23 +11,25 @@ from typing import Any, Callable, List, Optional
 
 from .failure import complain
 
-# Places in Tally.ledger. The first four are nanoseconds spent since the process began; then when the optimizer step
+# Places in Tally.ledger. The first five are nanoseconds spent since the process began; then when the optimizer step
 # that is running began (0: none is), steps so far, and when the last one ended.
-INPUT, BLOCKING, OPTIMIZER, CHECKPOINT, OPTIMIZER_STARTED, STEPS, LAST_END = range(7)
+INPUT, BLOCKING, OPTIMIZER, CHECKPOINT, BACKWARD, OPTIMIZER_STARTED, STEPS, LAST_END = range(8)
 # Boundaries at which counting FLOPs may begin. The steps before build optimizer state, DDP's buckets, caches.
 FIRST_BOUNDARY = 3
 LAST_BOUNDARY = 100
 
 
 class Tally:
-    """What one thread did so far. Causes never overlap: the outermost call wins."""
+    """What one thread did so far. Causes never overlap: the outermost call wins. But a backward pass may hold any of
+    them."""
 
-    __slots__ = ("inside", "ledger", "thread_id")
+    __slots__ = ("in_backward", "inside", "ledger", "thread_id")
 
     def __init__(self) -> None:
-        self.ledger: List[int] = [0, 0, 0, 0, 0, 0, 0]
+        self.ledger: List[int] = [0] * 8
         self.thread_id = 0  # none before the first step
         self.inside = False
+        self.in_backward = False
 
     def add(self, cause: int, elapsed_ns: int) -> None:
         self.ledger[cause] += elapsed_ns

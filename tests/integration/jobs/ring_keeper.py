@@ -53,7 +53,7 @@ class Keeper(Trick):
 
     def step(self) -> None:
         causes = (0.0, 0.001, 0.001, 0.0)
-        self.ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), (*causes, *[float("nan")] * 7), 0, 1)
+        self.ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), (*causes, *[float("nan")] * 8), 0, 1)
         self.ring.write_live((-1, -1, -1, -1), (-1, -1))
 
 

@@ -12,7 +12,7 @@ from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Verdict
 from rankscope.analysis.verdicts.window_columns import FIGURES, columns, unpack
 from rankscope.analysis.verdicts.windows import JobWindow, RankEvidence, columns_of
-from rankscope.daemon.steps.long_steps import RecentSteps, find_long, sum_up
+from rankscope.daemon.steps.long_steps import RecentSteps, bound_waits, find_long, sum_up
 from rankscope.daemon.windows.window import statistics_of, window_columns
 from rankscope.v1.window_pb2 import LongSteps, RankWindow
 from tests.unit.daemon import window_makers as make
@@ -32,6 +32,7 @@ class StallingJob:
     noise: float = 0.02
     are_checkpoints: bool = False
     measured: Callable[[int], bool] = lambda step: True  # whether waiting is, in the step of this number
+    backward_seconds: float = np.nan  # without waiting, which is done in it
     starved_seconds: float = 0.0  # a step, on every rank
     # By the seconds that each rank was late in a window, and the window's end.
     evidence: Callable[[Mapping[int, float], float], Mapping[int, RankEvidence]] = lambda late, end: {}
@@ -72,7 +73,9 @@ class StallingJob:
             checkpoint = own if self.are_checkpoints else np.zeros(len(own))
             known = recent.get(rank, recent.get(ALL, RecentSteps()))
             is_long = find_long(known, step_seconds)
-            found = sum_up(is_long, known, step_seconds, wait, checkpoint)
+            backward = self.backward_seconds + lost - own
+            bounded = bound_waits(is_long, known, step_seconds, wait, backward)
+            found = sum_up(is_long, known, step_seconds, bounded, checkpoint)
             window = RankWindow(steps=len(stalls), long_steps=LongSteps(**vars(found)))
             for name, column in {"step": step_seconds, "wait": wait, "self": step_seconds - wait}.items():
                 statistics = statistics_of(column)
@@ -83,7 +86,7 @@ class StallingJob:
             table = window_columns([window], make.span())
             read = columns(unpack(table.names, table.values, 1))[:, 0].tolist()
             made[rank] = dict(zip(FIGURES, read, strict=True))
-            recent[ALL if rank == on_time else rank] = known.followed_by(step_seconds, wait)
+            recent[ALL if rank == on_time else rank] = known.followed_by(step_seconds, wait, backward)
         rows = [{**made.get(rank, made.get(on_time, {})), "rank": rank} for rank in range(self.ranks)]
         end = 1000.0 + number * WINDOW_SECONDS
         lost_by_rank = {rank: sum(one.get(rank, one.get(ALL, 0.0)) for one in stalls) for rank in range(self.ranks)}

@@ -24,6 +24,7 @@ RECORD_NAMES = (
     "host",
     "run_ahead",
     "exposed",
+    "backward",
     "flags",
     "steps",
 )
@@ -58,11 +59,12 @@ class Writer:
         flags: int = 0,
         steps: int = 1,
         device: tuple[float, float, float] = NAN4[:3],
+        backward: float = float("nan"),
     ) -> None:
         """`device`: the host's time, its run-ahead, and exposed communication."""
         span_ns = int(milliseconds * MS)
         self.end_ns += span_ns
-        self.ring.append(self.end_ns, span_ns, (input_, blocking, 0.001, 0.0, *ddp, *device), flags, steps)
+        self.ring.append(self.end_ns, span_ns, (input_, blocking, 0.001, 0.0, *ddp, *device, backward), flags, steps)
 
     def rewrite(self, number: int, **changes: float) -> None:
         """Record `number` with other values and a right checksum."""

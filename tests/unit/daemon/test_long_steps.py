@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope.daemon.samples import LongSteps
-from rankscope.daemon.steps.long_steps import RecentSteps, find_long, sum_up
+from rankscope.daemon.steps.long_steps import RecentSteps, bound_waits, find_long, sum_up
 from rankscope.daemon.windows.window import window_columns
 from rankscope.v1 import window_pb2
 from tests.unit.daemon import window_makers as make
@@ -56,12 +56,12 @@ def test_where_many_steps_are_long_that_is_usual() -> None:
     made = steps(60)
     made[::4] += 0.6
     assert not find_long(RecentSteps(), made).any()
-    before = RecentSteps().followed_by(steps(64), np.full(64, WAIT))
+    before = RecentSteps().followed_by(steps(64), np.full(64, WAIT), np.full(64, WAIT))
     assert not find_long(before, steps(30) * 3).any()  # it has become slower
 
 
 def test_a_window_of_few_steps_is_compared_with_those_before() -> None:
-    before = RecentSteps().followed_by(steps(64), np.full(64, WAIT))
+    before = RecentSteps().followed_by(steps(64), np.full(64, WAIT), np.full(64, WAIT))
     assert find_long(before, steps(2, s1=3.0)).tolist() == [False, True]
     assert not find_long(RecentSteps(), steps(2, s1=3.0)).any()
 
@@ -126,3 +126,20 @@ def test_figures_of_a_window_are_those_of_usual_steps() -> None:
     assert row["step_seconds"] == 0.08 and row["self_seconds"] == 0.018
     assert row["long_seconds"] == row["late_seconds"] == pytest.approx(0.06)
     assert row["long_ratio"] == row["late_ratio"] == pytest.approx(0.1)
+
+
+def test_a_long_step_with_a_usual_backward_is_the_ranks_own() -> None:
+    """Its wait was not measured. Where backward is as much longer, it may have waited there."""
+    made, unknown = steps(64, s3=0.6, s20=0.6), np.full(64, np.nan)
+    is_long, backward = find_long(RecentSteps(), made), np.full(64, 0.010)
+    backward[20] += 0.6
+    wait = bound_waits(is_long, RecentSteps(), made, unknown, backward)
+    assert wait[3] == 0.0 and np.isnan(np.delete(wait, 3)).all()
+    assert np.isnan(bound_waits(is_long, RecentSteps(), made, unknown, unknown)).all()
+
+
+def test_measured_waits_are_kept_beside_bounds() -> None:
+    made = steps(64, s3=0.6)
+    wait = np.full(64, WAIT)
+    is_long = find_long(RecentSteps(), made)
+    assert (bound_waits(is_long, RecentSteps(), made, wait, np.full(64, 0.010)) == wait).all()

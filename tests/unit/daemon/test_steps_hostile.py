@@ -98,7 +98,7 @@ def test_counters_that_go_backwards_or_jump_are_refused(
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"version": 9}, "version", "ring version 9 is newer than this daemon's 2; upgrade the daemon"),
+        ({"version": 9}, "version", "ring version 9 is newer than this daemon's 3; upgrade the daemon"),
         ({"magic": b"SOMETHIN"}, "corrupt", "SOMETHIN"),
         ({"capacity": 2**31}, "corrupt", "sizes"),
         ({"record_bytes": 1}, "corrupt", "sizes"),
@@ -200,7 +200,7 @@ def test_a_process_that_dies_while_being_read_disturbs_nobody(writer: Writer, co
     writer.step()
     dying = subprocess.Popen(
         [sys.executable, "-c", "import sys; from rankscope.probe.ring import Ring; r = Ring(); print(1, flush=True);"
-         "i = 0\nwhile True: i += 1; r.append(i, 1, (0,) * 11, 0, 1)"],
+         "i = 0\nwhile True: i += 1; r.append(i, 1, (0,) * 12, 0, 1)"],
         stdout=subprocess.PIPE,
     )  # fmt: skip
     assert dying.stdout is not None
@@ -220,7 +220,7 @@ def test_a_writer_at_full_speed_never_yields_a_torn_record(collector: StepsColle
     code = (
         "import sys, time; from rankscope.probe.ring import Ring; r = Ring(); print(1, flush=True)\n"
         "i, t = 0, time.monotonic_ns()\n"
-        "while True: i += 1; s = (i % 1000 + 1) * 1000; r.append(t, s, (s * 1e-9,) * 11, 0, 1)"
+        "while True: i += 1; s = (i % 1000 + 1) * 1000; r.append(t, s, (s * 1e-9,) * 12, 0, 1)"
     )
     running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert running.stdout is not None

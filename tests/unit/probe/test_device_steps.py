@@ -17,7 +17,7 @@ from rankscope.probe.failure import switch
 from rankscope.probe.torch_timers import LAST_END, STEPS, Tally
 from tests.unit.probe.fake_cuda import MS, FakeCuda
 
-SECONDS = ("input", "blocking", "optimizer", "checkpoint", *"fbco", "host", "run_ahead", "exposed")
+SECONDS = ("input", "blocking", "optimizer", "checkpoint", *"fbco", "host", "run_ahead", "exposed", "backward")
 
 
 class Group:

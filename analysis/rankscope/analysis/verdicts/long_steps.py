@@ -28,6 +28,8 @@ WINDOWS_KEPT = 300
 LEAST_SHARE = 0.05
 # Who was late is not known if as many of the ranks cannot tell.
 UNKNOWN_RATIO = 0.2
+# Unless the others hold this share of the loss.
+KNOWN_SHARE = 0.5
 # Stalls have ended when none came for so many of the usual gaps between two of them.
 GAPS_WAITED = 3.0
 # Between the two chances it is not known yet whether one rank stalls or all in turn.
@@ -309,7 +311,8 @@ def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
         np.clip(np.nan_to_num(ratio), 0.0, 1.0) * steps for ratio in (columns.long_ratio, columns.late_ratio)
     )
     # Of the ranks that tell of long steps at all.
-    is_known = not np.isnan(columns.late_seconds[columns.long_seconds > 0]).mean() >= UNKNOWN_RATIO
+    is_unknown = np.isnan(columns.late_seconds[columns.long_seconds > 0]).mean() >= UNKNOWN_RATIO
+    is_known = not is_unknown or float(late.sum()) >= KNOWN_SHARE * lost_seconds > 0
     is_late = is_known & (own > LEAST_SHARE * lost_seconds) & (counted > 0)
     share = own[is_late] / late[is_late]
     return _Window(

@@ -31,8 +31,11 @@ def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
             continue
         values = np.array([getattr(part, column.name) for part in aligned])
         if column.name in _OF_LONG_STEPS:
-            # A window without any says nothing of them.
-            values[np.array([np.isnan(part.long_seconds) for part in aligned])] = 0.0
+            # A window without any says nothing of them. In one that has some, it may be unknown who was late.
+            has_none = np.array([np.isnan(part.long_seconds) for part in aligned])
+            is_unknown = (np.isnan(values) & ~has_none).any(axis=0)
+            values[has_none] = 0.0
+            values[:, is_unknown] = np.nan
         weights = np.where(np.isnan(values), 0.0, steps)
         total = weights.sum(axis=0)
         known = np.where(weights > 0, values, 0.0)

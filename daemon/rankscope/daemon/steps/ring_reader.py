@@ -41,6 +41,7 @@ RECORD_DTYPE = np.dtype(
         ("host", "<f4"),
         ("run_ahead", "<f4"),
         ("exposed", "<f4"),
+        ("backward", "<f4"),
         ("flags", "<u2"),
         ("steps", "<u2"),
         ("checksum", "<u4"),

@@ -100,6 +100,12 @@ def columns(
     )
 
 
+def backward_seconds(records: npt.NDArray[np.void]) -> Column:
+    """In backward passes, a step; NaN on a device."""
+    seconds: Column = _seconds(records["backward"]) / records["steps"]
+    return seconds
+
+
 GroupTotals: TypeAlias = Mapping[tuple[int, int], tuple[int, float, float]]
 
 
