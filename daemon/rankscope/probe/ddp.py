@@ -12,9 +12,6 @@ Figures = Tuple[float, float, float, float]  # seconds: forward, backward, commu
 NOT_MEASURED: Figures = (math.nan, math.nan, math.nan, math.nan)
 
 COST_BUDGET_RATIO = 0.001
-# The budget is a share of recent time, of which this much counts after a second. Where a few long steps take most
-# of it, each step can be measured for the same share.
-KEPT_PER_SECOND = 0.9
 NEVER = 1 << 62
 # DDP decides twice whether an iteration is measured: while it runs, and when the next one begins. If the rate changed
 # between the two, it publishes the times of an older iteration. The change may come in the middle of a step.
@@ -46,7 +43,6 @@ class DdpSampler:
     def __init__(self) -> None:
         self.models: List[Watched] = []
         self._rate = 0  # 0: DDP's own, until tuned
-        self._recent = (0.0, 0.0)  # seconds and steps
         self._read_seconds = 40e-6
         self._next_read = 0
         self._doubtful_until = 0  # the boundary
@@ -119,15 +115,12 @@ class DdpSampler:
         searching = self._stale_reads <= 2 * self._rate + 16
         self._next_read = boundary + (1 if searching else 8 * max(self._rate, 1))
 
-    def tune(self, seconds: float, steps: float, boundary: int) -> None:
-        """Choose the rate after so many steps in this time. Called about once a second, after this boundary."""
-        kept = KEPT_PER_SECOND**seconds
-        self._recent = (kept * self._recent[0] + seconds, kept * self._recent[1] + steps)
-        step_seconds = self._recent[0] / self._recent[1]
+    def tune(self, step_seconds: float, boundary: int) -> None:
+        """Choose the rate for steps of this length. Called about once a second, after this boundary."""
         self.models[:] = [watched for watched in self.models if watched.reference() is not None]
         alive: List[Any] = [watched.reference() for watched in self.models]
         alive = [model for model in alive if hasattr(model, "logger")]
-        if not alive:
+        if not alive or step_seconds <= 0:
             return
         on_device = sum(_is_on_cuda(model) for model in alive)
         cost_seconds = self._read_seconds + on_device * CUDA_SAMPLE_SECONDS

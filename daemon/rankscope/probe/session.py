@@ -173,7 +173,7 @@ class Session:
         steps = self.tally.ledger[STEPS] - since_steps
         if since_ns and steps > 0:
             seconds = (now_ns - since_ns) * 1e-9
-            self.sampler.tune(seconds, steps, self.tally.ledger[STEPS])
+            self.sampler.tune(seconds / steps, self.tally.ledger[STEPS])
             if self._device is None:
                 self.spans.groups.count(seconds, steps)
         self._use_device(ring)
