@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, within eight minutes; see README.md beside this.
 #   benchmarks/gpu/everything.sh [--dry] [PART …]     --dry: without a GPU, to try the scripts themselves
 # Parts: counters and captures, which is the default; aftermath, which alone takes over six minutes; verdicts (12 minutes for
-# the whole matrix twice), hangs, bandwidth, overhead and compile. Results go to $OUT (gpu-results), a table per part to the terminal. A
+# the whole matrix twice), hangs, bandwidth, plugin_cost, overhead and compile. Results go to $OUT (gpu-results), a table per part to the terminal. A
 # part that fails or hangs does not keep the others.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -31,7 +31,7 @@ fi
 parts=("$@")
 [ $# -gt 0 ] || parts=(counters captures)
 for name in "${parts[@]}"; do
-    case $name in counters|captures|aftermath|verdicts|hangs|bandwidth|overhead|compile) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
+    case $name in counters|captures|aftermath|verdicts|hangs|bandwidth|plugin_cost|overhead|compile) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
 done
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
@@ -78,6 +78,7 @@ for name in "${parts[@]}"; do
         hangs) rm -rf "$OUT/hangs"
                part hangs "$HANGS_SECONDS" benchmarks.gpu.hangs "${hangs_flags[@]}" ;;
         bandwidth) part bandwidth 120 benchmarks.gpu.bandwidth ;;
+        plugin_cost) part plugin_cost 240 benchmarks.gpu.plugin_cost ;;
         overhead) part overhead "$OVERHEAD_SECONDS" benchmarks.gpu.overhead "${overhead_flags[@]}" ;;
         compile) part compile "$COMPILE_SECONDS" benchmarks.gpu.compiling "${compile_flags[@]}" ;;
     esac

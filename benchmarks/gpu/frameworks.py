@@ -173,44 +173,44 @@ def hand(setup: Any) -> None:
 
 
 def cuda_graph(setup: Any) -> None:
-    """Forward and backward are replayed as a graph; gradients are reduced by hand after it."""
+    """The whole step is a graph: forward, backward, the collectives and the optimizer."""
     model = network(setup)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=setup.device.type == "cuda")
     inputs = torch.zeros(setup.asked.batch, setup.asked.width, device=setup.device)
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
 
-    def compute() -> None:
+    def step() -> None:
         for parameter in parameters:
             parameter.grad.zero_()
         x = inputs
         for layer in model.layers:
             x = layer(x)
         loss_of(x).backward()
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
 
-    replay = compute if setup.device.type == "cpu" else _captured(compute)
-    optimizer = optimizer_of(model)
+    replay = step if setup.device.type == "cpu" else _captured(step)
     for batch in setup.batches():
         inputs.copy_(batch)
         setup.fault.in_forward()
         replay()
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad)
-        optimizer.step()
         setup.course.step_ended()
 
 
-def _captured(compute: Callable[[], None]) -> Callable[[], None]:
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            compute()
+            step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # Threads of NCCL may look at events of their own meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        compute()
+        step()
     replay: Callable[[], None] = graph.replay
     return replay
 

@@ -9,6 +9,7 @@ import weakref
 from typing import Any, Callable, Dict, Optional
 
 from .failure import disable, switch
+from .graph_steps import GraphSteps
 from .torch_timers import (
     LAST_END,
     OPTIMIZER,
@@ -72,9 +73,11 @@ def install_optimizer_hooks(
     flush: Callable[[int], int],
     is_compiling: Callable[[], bool],
     scaler_class: Any = None,
+    cuda: Any = None,
 ) -> Callable[[], None]:
     """Registers the global hooks; returns what rankscope.probe.step() calls. A step that torch's GradScaler
-    (`scaler_class`) leaves out because of an overflow took its time all the same, and counts.
+    (`scaler_class`) leaves out because of an overflow took its time all the same, and counts. So does the replay of a
+    CUDA graph that holds a step (`cuda` is torch's module).
 
     `flush(now)` writes a record about the steps since the last and returns when it wants to be called again: packing
     one costs 5 µs where torch's own bookkeeping around a step keeps evicting us from the processor's caches."""
@@ -86,6 +89,7 @@ def install_optimizer_hooks(
     explicit = False
     flush_at_ns = 0
     plain_until_ns = 0  # until then, a step of the anchor is only counted: nothing else is to be looked at
+    graphs = None if cuda is None else GraphSteps(cuda.is_current_stream_capturing)
 
     # torch.compile may trace an optimizer's step whole, and only then is_compiling() is true. A graph break there would
     # leave the step uncompiled, or raise with fullgraph=True (seen), so the hooks are left out of such a graph. Where
@@ -115,6 +119,9 @@ def install_optimizer_hooks(
             return
         try:
             plain_until_ns = 0
+            if graphs is not None and graphs.takes(optimizer):
+                ledger[started] = 0
+                return
             # One optimizer may step inside another's step (ZeRO): the innermost is timed. A step that raises never gets
             # here, so nothing may be counted up on the way in.
             if start_ns:
@@ -165,6 +172,8 @@ def install_optimizer_hooks(
             return result
 
         scaler_class.step = keep_frame_from_dynamo(step)
+    if graphs is not None:
+        graphs.watch(cuda.CUDAGraph, end_plain_steps, hide_from_dynamo(lambda optimizer: after(optimizer, (), {})))
     switch.when_disabled.append(end_plain_steps)
     hidden_before = hide_from_dynamo(lambda *arguments: before(*arguments))
     hidden_after = hide_from_dynamo(lambda *arguments: after(*arguments))

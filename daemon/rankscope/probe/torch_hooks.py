@@ -23,6 +23,7 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
         session.flush,
         torch.compiler.is_dynamo_compiling,
         scaler_class,
+        torch.cuda,
     )
     time_checkpoints(torch, tally)
     session.spans.install_backward(torch.autograd, session.look_at_device)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +39,23 @@ class Loop:
                 if not overflows:
                     loop.step(optimizer)
 
-        self.scaler = Scaler()
+        class Graph:
+            """Holds what was called while it was captured, which replays do not call."""
+
+            def capture_begin(self, pool: object = None) -> None:
+                loop.is_capturing = True
+
+            def capture_end(self) -> None:
+                loop.is_capturing = False
+
+            def replay(self) -> str:
+                return "replayed"
+
+        self.is_capturing = False
+        self.scaler, self.graph_class = Scaler(), Graph
+        cuda = SimpleNamespace(CUDAGraph=Graph, is_current_stream_capturing=lambda: self.is_capturing)
         self.mark = step_boundary.install_optimizer_hooks(
-            self, self.tally, self.flush, lambda: self.is_compiling, Scaler
+            self, self.tally, self.flush, lambda: self.is_compiling, Scaler, cuda
         )
 
     def register_optimizer_step_pre_hook(self, hook: Hook) -> None:
@@ -179,3 +195,67 @@ def test_a_probe_disabled_between_two_records_counts_no_more_steps() -> None:
     step_boundary.disable(ValueError("the ring is broken"))
     loop.step(optimizer)
     assert loop.steps == 3
+
+
+def captured(loop: Loop, *optimizers: object) -> Any:
+    graph = loop.graph_class()
+    graph.capture_begin(pool=1)
+    for optimizer in optimizers:
+        loop.step(optimizer)
+    graph.capture_end()
+    return graph
+
+
+def test_each_replay_of_a_captured_step_counts() -> None:
+    loop, optimizer = Loop(), Optimizer()
+    loop.flush_every_ns = 1 << 60
+    for _ in range(3):
+        loop.step(optimizer)
+    graph = captured(loop, optimizer)
+    assert loop.steps == 3, "a capture runs nothing"
+    assert [graph.replay() for _ in range(5)] == ["replayed"] * 5
+    loop.step(optimizer)
+    assert loop.steps == 9
+
+
+def test_replays_of_graphs_without_a_step_count_nothing() -> None:
+    loop, optimizer = Loop(), Optimizer()
+    forward, whole = captured(loop), captured(loop, optimizer)
+    for _ in range(3):
+        forward.replay()
+        whole.replay()
+    assert loop.steps == 3
+    whole.capture_begin()
+    whole.capture_end()
+    whole.replay()
+    assert loop.steps == 3, "it was captured again, without the optimizer"
+
+
+def test_a_graph_with_several_optimizers_is_one_step() -> None:
+    loop, optimizers = Loop(), [Optimizer() for _ in range(3)]
+    graph = captured(loop, *optimizers)
+    graph.replay()
+    assert loop.steps == 1
+
+
+def test_a_graph_outlives_its_optimizer_and_is_not_retained() -> None:
+    loop, optimizer = Loop(), Optimizer()
+    graph = captured(loop, optimizer)
+    graph.replay()
+    del optimizer
+    gc.collect()
+    graph.replay()
+    assert loop.steps == 2
+    reference = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_capture_that_fails_to_begin_leaves_nothing_behind() -> None:
+    loop, optimizer = Loop(), Optimizer()
+    with pytest.raises(TypeError):
+        loop.graph_class().capture_begin(unknown=1)
+    loop.is_capturing = True
+    loop.step(optimizer)
+    assert loop.steps == 1

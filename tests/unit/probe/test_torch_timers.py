@@ -4,11 +4,12 @@ import inspect
 import signal
 import threading
 import time
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 
 from rankscope.probe import torch_timers
+from rankscope.probe.collective_spans import Spans
 from rankscope.probe.failure import disable, switch
 
 
@@ -82,3 +83,28 @@ def test_a_users_signal_handler_exception_passes_through_a_running_hook() -> Non
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert switch.on
+
+
+def test_backward_passes_are_timed_once_and_by_the_training_thread() -> None:
+    """One may run inside another, where activations are computed again; and one may raise."""
+    tally = tally_of_this_thread()
+    torch = SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), distributed=SimpleNamespace())
+    autograd = SimpleNamespace()
+
+    def run(depth: int) -> None:
+        time.sleep(0.002)
+        if depth:
+            autograd._engine_run_backward(depth - 1)
+        else:
+            raise RuntimeError("out of memory")
+
+    autograd._engine_run_backward = run
+    Spans(torch, tally).install_backward(autograd, look=lambda: None)
+    start_ns = time.monotonic_ns()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        autograd._engine_run_backward(2)
+    assert 6e6 <= tally.ledger[torch_timers.BACKWARD] <= time.monotonic_ns() - start_ns
+    tally.ledger[torch_timers.BACKWARD], tally.thread_id = 0, tally.thread_id + 1
+    with pytest.raises(RuntimeError):
+        autograd._engine_run_backward(0)
+    assert tally.ledger[torch_timers.BACKWARD] == 0
