@@ -31,7 +31,7 @@ def _seed(*, is_verbose: bool, lag_us: int = 80) -> bytes:
             4_000,
             n // len(functions),
             function=functions[n % len(functions)],
-            communicator=("0xaaaa00000001", "0xbbbb00000002")[n % 2],
+            communicator=("0xaaaa00000001", "0xbbbb00000002")[n % len(functions) % 2],
             is_verbose=is_verbose,
             lag_us=lag_us,
         )
