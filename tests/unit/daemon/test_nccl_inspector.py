@@ -103,15 +103,14 @@ def test_the_step_of_the_first_look_is_unknown(job: Job) -> None:
     assert job.read(2).seconds == pytest.approx([np.nan, 0.008], nan_ok=True)
 
 
-def test_late_lines_give_means_but_no_single_steps(job: Job) -> None:
+def test_late_lines_give_bandwidth_only(job: Job) -> None:
     job.writer.write(*(operation(after(100 * n + 50), 8000, n, lag_us=50_000) for n in range(3)))
     found = job.read(4)
-    assert found.seconds is None and found.wait_seconds is None
-    assert found.groups[0].seconds == pytest.approx(0.024 / 4)
+    assert found.seconds is None and found.wait_seconds is None and found.groups == ()
     assert found.collectives[0].operations == 3
 
 
-def test_late_lines_without_ends_give_bandwidth_only(tmp_path: Path) -> None:
+def test_lines_that_seem_to_overlap_give_no_bandwidth(tmp_path: Path) -> None:
     job = Job(tmp_path, NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS="1000000")
     job.read(0)
     apart = [operation(after(100 * n + 50), 1000, n, is_verbose=False) for n in range(3)]

@@ -6,8 +6,8 @@ was written. Both are of the wall clock. Algorithm, protocol and what is under w
 of a CUDA graph, nor messages before NCCL 2.30.
 
 Some operations have no line: before NCCL 2.30 all but the last of a communicator since the last dump, later those under
-8 KiB. Their sequence numbers are missing, and the steps in which they ran are not known. Lines that are written
-late say nothing about single steps; without the ends, they give the bus bandwidth only.
+8 KiB. Their sequence numbers are missing, and the steps in which they ran are not known. Lines that are written late
+give the bus bandwidth only: they come after the window of their step.
 
 The file is hostile input. It is opened by the descriptor through which the process writes it: no path is resolved."""
 
@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 
 from rankscope.daemon import procfs
-from rankscope.daemon.samples import CollectiveRate
 from rankscope.daemon.steps.long_steps import Mask
 from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RANKS_AT_MOST, RECORD_DTYPE, NcclRecords, Table
 from rankscope.daemon.steps.nccl_times import CLOCK_AT_MOST_NS, Nanos, NcclProgress, NcclTimes, times
@@ -250,31 +249,23 @@ class InspectorLog:
         is_told = lines.lag_us >= 0
         interval_us = CLOCK_AT_MOST_NS if self._interval_us is None else self._interval_us
         is_prompt = np.quantile(np.where(is_told, lines.lag_us, interval_us), LAG_QUANTILE) <= MAX_LAG_US
-        unknown, missing = _gaps(lines, np.maximum.accumulate(steps["end_ns"]), self._last)
-        unknown |= steps["end_ns"] - steps["span_ns"] < self._since_ns
         marked = steps.copy()
         marked["flags"] |= ring_layout.FLAG_NCCL
-        overwritten = lines.skipped
-
-        def rates(rows: Mask) -> tuple[CollectiveRate, ...]:
-            some = NcclRecords(lines.table[rows], overwritten + int((~rows).sum()))
-            return times(some, lines.communicators, self._progress, marked)[0].collectives
-
-        collectives = rates(is_told | _alone(lines.table))
-        if is_prompt and not lines.skipped:
+        rows = is_told | _alone(lines.table)
+        some = NcclRecords(lines.table[rows], lines.skipped + int((~rows).sum()))
+        collectives = times(some, lines.communicators, self._progress, marked)[0].collectives
+        if not lines.skipped:
+            unknown = _steps_with_gaps(lines, np.maximum.accumulate(steps["end_ns"]), self._last)
+            unknown |= steps["end_ns"] - steps["span_ns"] < self._since_ns
             marked["flags"][unknown] &= ~ring_layout.FLAG_NCCL & 0xFFFF
-        records = NcclRecords(lines.table, overwritten)
+        records = NcclRecords(lines.table, lines.skipped)
         found, progress = times(records, lines.communicators, self._progress, marked, is_long)
-        if is_prompt:
-            return replace(found, collectives=collectives), progress
-        groups = found.groups if is_told.all() and not missing else ()
-        return NcclTimes(groups=groups, collectives=collectives), progress
+        return replace(found if is_prompt else NcclTimes(), collectives=collectives), progress
 
 
-def _gaps(lines: Lines, ends_ns: Nanos, last: dict[int, tuple[int, int]]) -> tuple[Mask, int]:
-    """The steps in which operations may have run that have no line, and how many these are."""
-    steps: Mask = np.zeros(len(ends_ns), dtype=np.bool_)
-    missing = 0
+def _steps_with_gaps(lines: Lines, ends_ns: Nanos, last: dict[int, tuple[int, int]]) -> Mask:
+    """The steps in which operations may have run that have no line."""
+    gaps: Mask = np.zeros(len(ends_ns), dtype=np.bool_)
     for counter in np.unique(lines.counter).tolist():
         own = lines.counter == counter
         if not counter & 0xFF:
@@ -285,9 +276,8 @@ def _gaps(lines: Lines, ends_ns: Nanos, last: dict[int, tuple[int, int]]) -> tup
         for (sequence, stop_ns), (following, following_ns) in pairwise(told):
             if following > sequence + 1:
                 first, end = sorted(np.searchsorted(ends_ns, (stop_ns, following_ns)).tolist())
-                steps[first : end + 1] = True
-                missing += following - sequence - 1
-    return steps, missing
+                gaps[first : end + 1] = True
+    return gaps
 
 
 def _alone(table: Table) -> Mask:

@@ -120,7 +120,7 @@ BLIND = (
     "cannot time them; record steps with --duty-cycle-steps 10, or start the job with TORCH_NCCL_ENABLE_TIMING=1"
 )
 INSPECTOR = "NCCL Inspector"
-OTHER_PLUGIN = f"steps: NCCL's own times are not measured, as {nccl_plugin.OTHER}, and it is not {INSPECTOR}"
+OTHER_PLUGIN = f"steps: NCCL's own times are not measured, as {nccl_plugin.OTHER} that writes no lines of {INSPECTOR}"
 
 
 @dataclass(frozen=True)
