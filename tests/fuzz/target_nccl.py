@@ -87,10 +87,10 @@ def _look(link: str, before: NcclProgress) -> None:
         check_text(str(error), 200)
         return
     for times in (found, again):
-        _check(times, len(steps))
+        check_times(times, len(steps))
 
 
-def _check(times: NcclTimes, steps: int) -> None:
+def check_times(times: NcclTimes, steps: int) -> None:
     if times.seconds is not None:
         known = times.seconds[~np.isnan(times.seconds)]
         assert len(times.seconds) == steps and (known >= 0).all() and np.isfinite(known).all()

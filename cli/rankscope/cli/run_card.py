@@ -27,6 +27,7 @@ from rankscope.analysis.verdicts.verdict import (
 from rankscope.cli.job_tables import rank_table
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
+from rankscope.daemon.windows.window import INSPECTOR
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 
@@ -37,6 +38,7 @@ WINDOWS_KEPT = 300_000
 PROBLEMS_SHOWN = 3
 RANKS_SHOWN = 32
 GROUPS_SHOWN = 3
+UNKNOWN = "other"  # an algorithm or a protocol
 PAGE_COLUMNS = 110
 _COLOURS = {Severity.NONE: "green", Severity.WARNING: "yellow", Severity.ALARM: "red"}
 
@@ -127,8 +129,9 @@ class JobSummary:
         windows = list(state.windows)
         for window in windows:
             self.steps = max(self.steps, window.steps_total)
-            if len(self.problems) < PROBLEMS_SHOWN:
-                self.problems.update(dict.fromkeys(window.problems[:1]))
+            for problem in window.problems:
+                if len(self.problems) < PROBLEMS_SHOWN:
+                    self.problems[problem] = None
         timed = [window for window in windows if window.HasField("step_seconds")]
         if not timed or state.step_seconds is None:
             return True
@@ -189,6 +192,8 @@ def _lines(job: JobSummary, seconds: float, *, probe: bool) -> list[tuple[str, T
         )
     if links := _links(job.windows):
         lines.append(("links", Text(one_line(links, 300))))
+    if any(window.wait_source == INSPECTOR for window in job.windows):
+        lines.append(("NCCL", Text(f"its times are read from {INSPECTOR}'s files, as your NCCL_PROFILER_PLUGIN stays")))
     lines.append(("verdict", Text(one_line(headline(verdict), 300), style=f"bold {_COLOURS[verdict.severity]}")))
     optional: tuple[tuple[str, Callable[[Verdict], str]], ...] = (
         ("why", explanation),
@@ -217,11 +222,10 @@ def _links(windows: Sequence[RankWindow]) -> str:
         if rate.bus_bytes_per_second > kept.bus_bytes_per_second:
             best[rate.number, rate.function] = rate
     busiest = sorted(best.values(), key=lambda rate: -rate.bytes_per_step)[:GROUPS_SHOWN]
-    shown = (
-        f"{rate.function} {rate.bus_bytes_per_second / 1e9:.3g} GB/s "
-        f"({rate.size} ranks, {rate.algorithm}, {rate.protocol})"
-        for rate in busiest
-    )
+    shown = []
+    for rate in busiest:
+        known = [f"{rate.size} ranks", *(name for name in (rate.algorithm, rate.protocol) if name != UNKNOWN)]
+        shown.append(f"{rate.function} {rate.bus_bytes_per_second / 1e9:.3g} GB/s ({', '.join(known)})")
     return f"bus bandwidth of {', '.join(shown)}" if busiest else ""
 
 

@@ -14,7 +14,7 @@ from rankscope.daemon import doctor_checks as checks
 from rankscope.daemon import procfs
 from rankscope.daemon.config import Config
 from rankscope.daemon.doctor_checks import Finding, Level
-from rankscope.probe import ring_layout
+from rankscope.probe import nccl_plugin, ring_layout
 
 if TYPE_CHECKING:
     from rankscope.daemon.samples import RankProcess
@@ -117,6 +117,7 @@ def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
     """From the process' ring; None where that cannot be read."""
     from rankscope.daemon.steps import ring_reader
     from rankscope.daemon.steps.collector import parse_facts
+    from rankscope.daemon.windows.window import INSPECTOR
 
     try:
         with ring_reader.opened(proc_root, pid) as descriptor:
@@ -133,8 +134,19 @@ def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
     except (ring_reader.RingError, OSError):
         return None
     kinds = set() if table is None else {int(row["kind"]) for row in table if row["samples"]}
+    if facts.nccl_reason == nccl_plugin.OTHER and _is_inspected(f"{proc_root}/{pid}", header.owner_pid):
+        return WaitMeasured(f"{INSPECTOR}'s file ({nccl_plugin.OTHER})")
     found = _source_of_wait(int(newest["flags"][0]) if len(newest) else 0, kinds)
     return replace(found, source=f"{found.source} ({facts.nccl_reason})") if facts.nccl_reason else found
+
+
+def _is_inspected(process: str, own_pid: int) -> bool:
+    from rankscope.daemon.steps.nccl_inspector import InspectorLog
+
+    try:
+        return procfs.BLOCKING.call(process, InspectorLog(process, own_pid).look)
+    except OSError:
+        return False
 
 
 def _source_of_wait(flags: int, kinds: Set[int]) -> WaitMeasured:

@@ -261,13 +261,15 @@ def is_python(process: str, command: str) -> bool:
         return False
 
 
-class RingSearch:
-    """Finds the descriptor of a process' ring, looks at a bounded number of descriptors at a time, and remembers where
-    it was. A process may have a million descriptors, and listing them costs as much as looking at each."""
+class DescriptorSearch:
+    """Finds a descriptor of a process, looks at a bounded number of descriptors at a time, and remembers where it was.
+    A process may have a million descriptors, and listing them costs as much as looking at each."""
+
+    _mode = stat.S_IRUSR | stat.S_IWUSR  # how the process has opened it
 
     def __init__(self, process: str, longest_pause: int = 0) -> None:
-        """`longest_pause`: how many looks are left out of a process with many descriptors, the more the longer it has
-        had no ring."""
+        """`longest_pause`: how many looks are left out of a process with many descriptors, the more the longer the
+        search was in vain."""
         self.process = process
         self._longest_pause = longest_pause
         self._next = 0  # the descriptor to go on with
@@ -313,18 +315,29 @@ class RingSearch:
 
     def _is_at(self, number: int) -> bool:
         try:
-            if os.readlink(self._link(number)) not in RING_LINKS:  # noqa: PTH115 - a Path costs more than the call
-                return False
-            # Another daemon has a ring open for an instant as well, but to read only or to write only: the link's mode
-            # says which.
-            mode = os.lstat(self._link(number)).st_mode
-            return mode & (stat.S_IRUSR | stat.S_IWUSR) == stat.S_IRUSR | stat.S_IWUSR
+            target = os.readlink(self._link(number))  # noqa: PTH115 - a Path costs more than the call
+            return self._is_wanted(target) and self._opened(number) == self._mode
         except FileNotFoundError:
             return False
+
+    def _is_wanted(self, target: str) -> bool:
+        """By what the link shows."""
+        raise NotImplementedError
+
+    def _opened(self, number: int) -> int:
+        return os.lstat(self._link(number)).st_mode & (stat.S_IRUSR | stat.S_IWUSR)
 
     def _table_size(self) -> int:
         match = re.search(rb"^FDSize:\s*(\d{1,9})$", read_bounded(self.process + "/status"), re.MULTILINE)
         return int(match.group(1)) if match else 0
+
+
+class RingSearch(DescriptorSearch):
+    """Finds the descriptor of a process' ring. Another daemon has a ring open for an instant as well, but to read only
+    or to write only."""
+
+    def _is_wanted(self, target: str) -> bool:
+        return target in RING_LINKS
 
 
 def memfd_handle(link: str) -> int:

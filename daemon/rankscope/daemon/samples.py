@@ -183,6 +183,7 @@ class StepSample(StepColumns):
     is_blind: bool = False  # collectives are issued where nothing can time them
     long_steps: LongSteps | None = None  # None: waiting is measured in a few steps only
     communicators: tuple[Communicator, ...] = ()  # of NCCL
+    is_inspected: bool = False  # NCCL's times are those of NCCL Inspector
 
 
 @dataclass(frozen=True)

@@ -903,8 +903,8 @@ class RankWindow(_message.Message):
     """
     run_ahead_seconds: _builtins.float
     wait_source: _builtins.str
-    """Where `wait_seconds` or `groups` come from: "NCCL", "ddp timers", "collective spans", "flight recorder",
-    "blocking calls", "capture".
+    """Where `wait_seconds` or `groups` come from: "NCCL", "NCCL Inspector", "ddp timers", "collective spans",
+    "flight recorder", "blocking calls", "capture".
     """
     nccl_cost_ratio: _builtins.float
     """of a step, that asking NCCL for its times costs; measured in the job"""

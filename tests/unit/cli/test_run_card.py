@@ -10,6 +10,7 @@ from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity, V
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli.run_card import JobSummary, advice, card, to_json
 from rankscope.cli.terminal import Terminal
+from rankscope.daemon.windows.window import INSPECTOR, OTHER_PLUGIN
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import CollectiveRate, RankWindow, StepStatistics
@@ -100,6 +101,27 @@ def test_the_card_shows_the_link_by_its_fastest_member() -> None:
     assert "bus bandwidth" not in shown(job)
     job.add(told)
     assert "bus bandwidth of all_reduce 485 GB/s (8 ranks, ring, simple)" in shown(job)
+
+
+def test_the_card_says_whose_plugin_timed_nccl() -> None:
+    told = state(HEALTHY, 1.0)
+    told.windows[1].wait_source = INSPECTOR
+    rate = CollectiveRate(number=7, size=8, function="all_reduce", algorithm="other", protocol="other")
+    rate.bus_bytes_per_second = 5e9
+    told.windows[1].collectives.append(rate)
+    job = JobSummary("job")
+    job.add(told)
+    assert "read from NCCL Inspector's files" in shown(job)
+    assert "all_reduce 5 GB/s (8 ranks)" in shown(job)  # Inspector knows no algorithm
+
+
+def test_the_card_says_that_nccl_was_not_timed() -> None:
+    told = state(HEALTHY, 1.0)
+    for window in told.windows:
+        window.problems.extend(["stacks: py-spy could not read memory", OTHER_PLUGIN])
+    job = JobSummary("job")
+    job.add(told)
+    assert " ".join(shown(job).split()).count("NCCL's own times are not measured") == 1
 
 
 @pytest.mark.parametrize("width", [None, 60])

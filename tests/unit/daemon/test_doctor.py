@@ -16,8 +16,9 @@ from rankscope.daemon.config import Config
 from rankscope.daemon.doctor import CHECKS, WaitMeasured, examine, has_ring, rank_finding, wait_measured
 from rankscope.daemon.doctor_checks import Finding, Level
 from rankscope.daemon.samples import RankProcess
-from rankscope.probe import ring_layout
+from rankscope.probe import nccl_plugin, ring_layout
 from tests.unit.daemon import window_makers as make
+from tests.unit.daemon.inspector_writer import CHOSEN, InspectorWriter, make_process
 from tests.unit.daemon.ring_writer import Writer
 
 
@@ -168,6 +169,22 @@ def test_a_rank_with_unmeasured_waiting_is_a_warning() -> None:
     finally:
         writer.ring.abandon()
     assert wait_measured(Path("/proc"), os.getpid()) is None
+
+
+@pytest.mark.parametrize(("is_inspector", "source"), [(True, "NCCL Inspector's file"), (False, "collective spans")])
+def test_the_users_plugin_and_its_files_are_named(tmp_path: Path, is_inspector: bool, source: str) -> None:
+    environment = CHOSEN if is_inspector else {"NCCL_PROFILER_PLUGIN": "/opt/libother.so"}
+    make_process(tmp_path / "proc", environment)
+    inspector, writer = InspectorWriter(tmp_path), Writer()
+    try:
+        writer.ring.write_facts({"nccl_reason": nccl_plugin.OTHER})
+        writer.step(flags=ring_layout.FLAG_DEVICE)
+        writer.ring.write_groups([(7, 4, 2, ring_layout.GROUP_EXPOSED, 3, 0.1, 0.3)])
+        found = wait_measured(tmp_path / "proc", os.getpid())
+        assert found == WaitMeasured(f"{source} ({nccl_plugin.OTHER})")
+    finally:
+        writer.ring.abandon()
+        inspector.file.close()
 
 
 def test_a_check_that_raises_does_not_stop_the_others() -> None:

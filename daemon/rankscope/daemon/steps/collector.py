@@ -17,12 +17,13 @@ from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
 from rankscope.daemon.procfs import RingSearch
-from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
+from rankscope.daemon.samples import GroupSpan, ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import long_steps, ring_reader, step_columns
 from rankscope.daemon.steps.long_steps import Mask, RecentSteps
+from rankscope.daemon.steps.nccl_inspector import InspectorLog
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RingError
-from rankscope.probe import ring_layout
+from rankscope.probe import nccl_plugin, ring_layout
 
 STEPS_PER_SECOND_AT_MOST = 1_000_000
 BYTES_AT_MOST = 1 << 50
@@ -44,6 +45,7 @@ class _Progress:
     """How far a ring has been read. `next_sequence` is None before the first read."""
 
     ring_id: int
+    inspector: InspectorLog
     next_sequence: int | None = None
     steps: int = 0
     facts: ProbeFacts = field(default_factory=ProbeFacts)
@@ -131,8 +133,9 @@ class StepsCollector(Collector[StepSample]):
         if max(header.records, header.steps) > COUNTER_AT_MOST:
             raise RingError("corrupt", f"the ring claims {header.records} records of {header.steps} steps")
         if before is None or before.next_sequence is None or before.ring_id != header.ring_id:
-            offset_ns = procfs.monotonic_offset_ns(f"{self._proc_root}/{rank.pid}")
-            return _Progress(header.ring_id, monotonic_offset_ns=offset_ns - procfs.monotonic_offset_ns("/proc/self"))
+            process = f"{self._proc_root}/{rank.pid}"
+            offset_ns = procfs.monotonic_offset_ns(process) - procfs.monotonic_offset_ns("/proc/self")
+            return _Progress(header.ring_id, InspectorLog(process, header.owner_pid), monotonic_offset_ns=offset_ns)
         at_most = ring_layout.CAPACITY + max(1.0, span.seconds) * STEPS_PER_SECOND_AT_MOST
         new_records, new_steps = header.records - before.next_sequence + 1, header.steps - before.steps
         if not (0 <= new_records <= at_most and 0 <= new_steps <= at_most):
@@ -178,7 +181,11 @@ def _sample(
     kept = step_columns.newest(records, wanted)
     step_seconds = records["span_ns"][kept] * 1e-9 / records["steps"][kept]
     is_long = long_steps.find_long(progress.recent, step_seconds)
-    nccl, nccl_progress = _nccl(process, header.owner_pid, progress, records[kept], is_long)
+    nccl, nccl_progress = _nccl(process, header.owner_pid, progress, clock_ns, records[kept], is_long)
+    groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
+    untold = _untold_messages(nccl, groups) if progress.inspector.is_found else ()
+    if untold:
+        nccl = replace(nccl, wait_seconds=None)
     rows = step_columns.columns(records, good, kept, nccl.seconds)
     first_rows = np.cumsum(records["steps"][kept]) - records["steps"][kept]
     wait_seconds = rows.wait_seconds[first_rows] if nccl.wait_seconds is None else nccl.wait_seconds
@@ -198,10 +205,10 @@ def _sample(
         )
     )
     is_blind = bool(len(records)) and bool(records["flags"][-1] & ring_layout.FLAG_BLIND)
-    groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
     if nccl.groups:
         # NCCL knows all collectives of all steps. What others add is which of them nothing hides.
-        groups = (*nccl.groups, *(span for span in groups if span.kind in step_columns.EXPOSED_KINDS and not is_blind))
+        exposed = (span for span in groups if span.kind in step_columns.EXPOSED_KINDS and not is_blind)
+        groups = (*nccl.groups, *exposed, *untold)
         is_blind = False
     elif is_blind:
         # The spans cover only some collectives, and the flight recorder's durations include those too.
@@ -226,6 +233,7 @@ def _sample(
         is_blind=is_blind,
         long_steps=found_long,
         communicators=nccl.communicators,
+        is_inspected=progress.inspector.is_found,
     )
     return sample, replace(
         progress,
@@ -239,16 +247,26 @@ def _sample(
 
 
 def _nccl(
-    process: str, owner_pid: int, progress: _Progress, records: ring_reader.Records, is_long: Mask
+    process: str, owner_pid: int, progress: _Progress, clock_ns: int, records: ring_reader.Records, is_long: Mask
 ) -> tuple[NcclTimes, NcclProgress]:
-    """What NCCL told of these steps. Memory that cannot be right is as none: the steps are known all the same."""
+    """What NCCL told of these steps, our plugin or the user's. Memory that cannot be right is as none: the steps are
+    known all the same."""
     descriptor = progress.facts.nccl_descriptor
-    if descriptor is None:
-        return NcclTimes(), progress.nccl
     try:
+        if progress.facts.nccl_reason == nccl_plugin.OTHER:
+            return progress.inspector.read(clock_ns, records, is_long), progress.nccl
+        if descriptor is None:
+            return NcclTimes(), progress.nccl
         return read_nccl(f"{process}/fd/{descriptor}", owner_pid, progress.nccl, records, is_long)
     except (OSError, RingError):
         return NcclTimes(), NcclProgress()
+
+
+def _untold_messages(nccl: NcclTimes, groups: Sequence[GroupSpan]) -> tuple[GroupSpan, ...]:
+    """The probe's spans of messages, where NCCL told of none: an Inspector of before NCCL 2.30."""
+    kind = ring_layout.GROUP_POINT_TO_POINT
+    is_told = any(span.kind == kind for span in nccl.groups)
+    return () if is_told else tuple(span for span in groups if span.kind == kind)
 
 
 def _bounded(value: int, limit: int) -> int | None:

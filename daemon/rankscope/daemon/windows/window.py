@@ -21,7 +21,7 @@ from rankscope.daemon.samples import (
     StackSample,
     StepSample,
 )
-from rankscope.probe import ring_layout
+from rankscope.probe import nccl_plugin, ring_layout
 from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
 from rankscope.v1.rank_service_pb2 import WindowColumns
 from rankscope.v1.window_pb2 import (
@@ -119,6 +119,8 @@ BLIND = (
     "steps: waiting is not measured, as collectives are issued by compiled code, C++ or a CUDA graph, where the probe "
     "cannot time them; record steps with --duty-cycle-steps 10, or start the job with TORCH_NCCL_ENABLE_TIMING=1"
 )
+INSPECTOR = "NCCL Inspector"
+OTHER_PLUGIN = f"steps: NCCL's own times are not measured, as {nccl_plugin.OTHER} that writes no lines of {INSPECTOR}"
 
 
 @dataclass(frozen=True)
@@ -264,9 +266,11 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
     if sample.facts.nccl_cost_ratio is not None:
         window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
         names.append("nccl_cost_ratio")
+    reason = sample.facts.nccl_reason
     if sample.is_blind and not window.wait_source and len(window.problems) < PROBLEMS_KEPT:
-        reason = sample.facts.nccl_reason
         window.problems.append(printable(f"{BLIND}; {reason}" if reason else BLIND, PROBLEM_CHARACTERS))
+    if reason == nccl_plugin.OTHER and not sample.is_inspected and len(window.problems) < PROBLEMS_KEPT:
+        window.problems.append(OTHER_PLUGIN)
     for name in names:
         window.sources[name] = SOURCE_PROBE
 
@@ -288,7 +292,7 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
     kinds = {group.kind for group in sample.groups}
     names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
     if ring_layout.GROUP_NCCL in kinds:
-        return SOURCES_OF_WAIT[ring_layout.GROUP_NCCL]
+        return INSPECTOR if sample.is_inspected else SOURCES_OF_WAIT[ring_layout.GROUP_NCCL]
     if window.HasField("host_seconds"):
         return " + ".join(dict.fromkeys(names))
     if not window.HasField("wait_seconds"):
