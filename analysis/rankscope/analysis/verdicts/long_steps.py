@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import ceil, exp, lgamma, log, log1p
+from math import exp, lgamma, log, log1p
 from statistics import median
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ LEAST_SHARE = 0.05
 UNKNOWN_RATIO = 0.2
 # Unless the others hold this share of the loss.
 KNOWN_SHARE = 0.5
+LEAST_KNOWN_SHARE = 0.25
 # Stalls have ended when none came for so many of the usual gaps between two of them.
 GAPS_WAITED = 3.0
 # Between the two chances it is not known yet whether one rank stalls or all in turn.
@@ -120,7 +121,9 @@ class LongStepHistory:
         """By rank, for how long it was late in this window."""
         steps, seconds = summary.fewest_steps, summary.fewest_steps * summary.step_seconds
         self._seen += 1
-        is_long = summary.long_seconds > 0 and seconds > 0
+        # A job compiles, allocates and fills caches first.
+        is_settled = self._seen > policy.windows_for_alarm
+        is_long = is_settled and summary.long_seconds > 0 and seconds > 0
         late = self._add_long(columns, summary, policy) if is_long else {}
         if not is_long:
             # Most windows of most jobs: this must cost next to nothing.
@@ -216,7 +219,10 @@ def _together(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | No
     steps = sum(
         window.lost_steps * window.lost_by_all_seconds / window.lost_seconds for window in span if window.lost_seconds
     )
-    if not (lost > 0 and steps > 0):
+    known = sum(window.lost_seconds for window in span if window.is_known)
+    # Where ranks stall one by one, or most is unknown, long steps of all are not what matters.
+    is_most = lost >= policy.stall_share * known and known >= LEAST_KNOWN_SHARE * _lost(span)
+    if not (lost > 0 and steps > 0 and is_most):
         return None
     scale, seconds = _scale(span), sum(window.seconds for window in span)
     every = sum(window.steps for window in span) / (scale * steps)
@@ -242,8 +248,11 @@ def _sum_up(windows: list[_Window], of: list[Bools], policy: Policy) -> Stalls |
 
 def _scale(windows: list[_Window]) -> float:
     """Where it is not known who was late, it was as in the others."""
-    known = sum(window.lost_seconds for window in windows if window.is_known)
-    return sum(window.lost_seconds for window in windows) / known
+    return _lost(windows) / sum(window.lost_seconds for window in windows if window.is_known)
+
+
+def _lost(windows: list[_Window]) -> float:
+    return sum(window.lost_seconds for window in windows)
 
 
 def _between(windows: list[_Window], hits: list[int], policy: Policy) -> slice:
@@ -275,8 +284,8 @@ class _LateRanks(NamedTuple):
 
     def chance(self, place: int, lost_seconds: float, ranks: int) -> float:
         """That any of the ranks is late as often as this one, if each stall may be of any rank."""
-        seen = int(self.steps[place])
-        stalls = max(ceil(self.steps[place] * lost_seconds / self.seconds[place]), seen)
+        seen = round(self.steps[place])  # a little of a stall may be common to all ranks
+        stalls = max(round(self.steps[place] * lost_seconds / self.seconds[place]), seen)
         if ranks < 2:
             return 1.0
         logs = [

@@ -170,7 +170,9 @@ class RecentWindows:
         same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
         self._cause_age = self._cause_age + 1 if same else 0
         period = max(CAUSE_KEPT_WINDOWS, self._policy.windows_kept)
-        if self._cause_age > self._policy.windows_kept and self._cause_age % period:
+        # A stall, and a recording that shows it, come now and then only.
+        is_sought = bool(before.cause.stalls) and not before.cause.frames
+        if self._cause_age > self._policy.windows_kept and self._cause_age % period and not is_sought:
             return before.cause
         rows = np.isin(columns.rank, culprits)
         evidence = merge_evidence(windows, _witnesses(columns, screened, rows))

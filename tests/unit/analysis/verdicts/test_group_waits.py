@@ -68,6 +68,17 @@ def played(own: Mapping[int, float], phases: Sequence[Sequence[Sequence[int]]], 
     return waits_of(rows, step.tolist())
 
 
+@pytest.mark.parametrize(
+    ("millis", "is_late"),
+    [((34.0, 33.7, 34.9, 31.7), False), ((36.0, 35.7, 36.9, 31.7), True), ((34.0, 31.7), False), ((35.0, 31.7), True)],
+)
+def test_small_differences_between_transfers_make_nobody_late(millis: Sequence[float], is_late: bool) -> None:
+    """The first is of a healthy FSDP2 job on a GPU."""
+    waits = waits_of([[(7, NCCL, own / 1e3, 0.037)] for own in millis], step=0.037)
+    assert (waits.self_seconds.max() > 1.05 * waits.self_seconds[0]) == is_late
+    assert is_late or waits.self_seconds == pytest.approx([0.037] * len(millis))
+
+
 def test_the_others_wait_for_the_rank_with_shortest_spans() -> None:
     waits = waits_of([[(7, EXPOSED, seconds, 0.1)] for seconds in (0.065, 0.064, 0.005, 0.066)])
     assert on_others(waits) == pytest.approx([0.060, 0.059, 0.0, 0.061])

@@ -64,15 +64,16 @@ def test_stalls_that_were_not_measured_count_as_the_others() -> None:
 
 def test_stalls_outside_of_backward_need_no_measured_wait() -> None:
     """On a CPU, where DDP measures few steps."""
-    job = StallingJob(one_rank(2, 100, 3.0), measured=lambda step: step % 97 == 0, backward_seconds=0.010)
+    job = StallingJob(one_rank(2, 100, 3.0), measured=lambda step: step % 7 == 0, backward_seconds=0.010)
     verdicts = watch(job, 30)
     assert {verdict.culprits for verdict in verdicts if verdict.kind.is_finding} == {(2,)}
-    assert headline(verdicts[-1]) == "rank 2 stalls in every 100th step for 3.0 s"
+    assert headline(verdicts[-1]).endswith("0th step for 3.0 s")
+    assert verdicts[-1].impact_ratio == pytest.approx(3 / (3 + 100 * 0.022), abs=0.06)
 
 
 def test_stalls_of_unknown_ranks_are_nobodys() -> None:
     """No backward pass is timed."""
-    job = StallingJob(one_rank(2, 100, 3.0), measured=lambda step: step % 97 == 0)
+    job = StallingJob(one_rank(2, 100, 3.0), measured=lambda step: step % 7 == 1)
     assert headline(watch(job, 30)[-1]) == "healthy"
 
 
@@ -99,6 +100,25 @@ def test_stalls_of_all_ranks_together_are_only_mentioned(ranks: int) -> None:
     assert not any(verdict.kind.is_finding for verdict in verdicts)
     said = headline(verdicts[-1])
     assert said.startswith("healthy; all ranks together stall in every 50th step for 1.0 s, 4")
+
+
+def test_long_steps_of_all_ranks_are_not_mentioned_beside_larger_losses() -> None:
+    """Short ones of all ranks, and of one rank long ones of which most are not measured."""
+    every, one = together(20, 0.05), one_rank(2, 100, 3.0)
+    job = StallingJob(lambda step, random: {**every(step, random), **one(step, random)}, measured=lambda s: s % 100 > 0)
+    assert not any("together" in headline(verdict) for verdict in watch(job, 30)[10:])
+
+
+def test_long_first_steps_of_a_job_are_no_stalls() -> None:
+    """It compiles, on all ranks for different times."""
+
+    def stalls(step: int, random: np.random.Generator) -> Mapping[int, float]:
+        first = {rank: float(random.uniform(0.1, 0.3)) for rank in range(4)} if step in (20, 25, 30) else {}
+        return first or one_rank(2, 10, 0.6)(step - 500, random) if step >= 500 or first else {}
+
+    verdicts = watch(StallingJob(stalls), 20)
+    assert {verdict.culprits for verdict in verdicts if verdict.kind.is_finding} == {(2,)}
+    assert headline(verdicts[-1]) == "rank 2 stalls in every 10th step for 600 ms"
 
 
 def test_stalls_together_that_were_not_measured_are_mentioned_too() -> None:
