@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import exp, lgamma, log, log1p
+from math import exp, lgamma, log, log1p, nan
 from statistics import median
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.window_merge import merge_columns
 from rankscope.analysis.verdicts.windows import RankColumns
 
 # Windows that stalls are summed over: ten minutes of short ones.
@@ -31,6 +32,9 @@ UNKNOWN_RATIO = 0.2
 # Unless the others hold this share of the loss.
 KNOWN_SHARE = 0.5
 LEAST_KNOWN_SHARE = 0.25
+# All ranks have the same long steps. One with less of them than this, of what another has, has the rest in the next
+# window.
+DIVIDED_SHARE = 0.5
 # Stalls have ended when none came for so many of the usual gaps between two of them.
 GAPS_WAITED = 3.0
 # Between the two chances it is not known yet whether one rank stalls or all in turn.
@@ -115,28 +119,48 @@ class LongStepHistory:
         self._count = 0  # of windows in it
         self._quiet_seconds, self._quiet_steps, self._quiet_windows = 0.0, 0.0, 0  # since
         self._seen = 0
+        self._divided: RankColumns | None = None  # the window before, whose last step is in this one on some ranks
         self._stacks_due, self._stacks_wanted = FIRST_STACKS, STACKS_WINDOWS
 
     def add(self, columns: RankColumns, summary: JobSummary, policy: Policy) -> Mapping[int, float]:
         """By rank, for how long it was late in this window."""
-        steps, seconds = summary.fewest_steps, summary.fewest_steps * summary.step_seconds
         self._seen += 1
         # A job compiles, allocates and fills caches first.
         is_settled = self._seen > policy.windows_for_alarm
-        is_long = is_settled and summary.long_seconds > 0 and seconds > 0
+        is_long = is_settled and _has_long(summary)
+        if self._divided is not None or (is_long and _is_divided(columns)):
+            columns, summary = self._joined(columns, summary)
+            is_long = _has_long(summary)
         late = self._add_long(columns, summary, policy) if is_long else {}
         if not is_long:
             # Most windows of most jobs: this must cost next to nothing.
             self.lost_by_all_seconds = 0.0
-            self._quiet_seconds += seconds
-            self._quiet_steps += steps
             self._quiet_windows += 1
+            if summary.step_seconds > 0:
+                self._quiet_seconds += summary.fewest_steps * summary.step_seconds
+                self._quiet_steps += summary.fewest_steps
             if any(self.found):
                 self.found = self._find(len(columns), policy)
         if self._seen >= self._stacks_due or self.is_moment_for_stacks:
             is_quiet = not summary.long_seconds > QUIET_RATIO * summary.step_seconds and not any(self.found[:2])
             self._note_moment_for_stacks(is_quiet)
         return late
+
+    def _joined(self, columns: RankColumns, summary: JobSummary) -> tuple[RankColumns, JobSummary]:
+        """A long step that ends with a window is in the next one on some ranks: such a window counts together with the
+        next. Until then it has no steps."""
+        before, self._divided = self._divided, None
+        if before is None:
+            self._divided = columns
+            return columns, summary._replace(step_seconds=0.0, fewest_steps=0.0, long_seconds=nan)
+        both = merge_columns([before, columns])
+        if not len(both):
+            return columns, summary  # other ranks report now
+        return both, summary._replace(
+            step_seconds=median_or_nan(both.step_seconds),
+            fewest_steps=float(both.steps.min()),
+            long_seconds=median_or_nan(both.long_seconds),
+        )
 
     def _add_long(self, columns: RankColumns, summary: JobSummary, policy: Policy) -> Mapping[int, float]:
         if self._quiet_windows:
@@ -166,6 +190,16 @@ class LongStepHistory:
             _in_turn([window for window in windows if not _is_contended(window, policy)], ranks, policy),
             _together(windows, ranks, policy),
         )
+
+
+def _has_long(summary: JobSummary) -> bool:
+    return summary.long_seconds > 0 and summary.fewest_steps * summary.step_seconds > 0
+
+
+def _is_divided(columns: RankColumns) -> bool:
+    """Whether some ranks have long steps in this window that others have not."""
+    seconds = np.nan_to_num(columns.long_seconds * columns.steps)
+    return bool(seconds.min() < DIVIDED_SHARE * seconds.max())
 
 
 def _is_contended(window: _Window, policy: Policy) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Kind, Severity, headline
-from rankscope.analysis.verdicts.windows import FrameSeen, RankEvidence, StackProfile
+from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, RankEvidence, StackProfile
 from tests.unit.analysis.stalling_job import ALL, WINDOW_SECONDS, StallingJob, Stalls, watch
 
 SIZES = pytest.mark.parametrize("ranks", [4, 64, 4096])
@@ -209,3 +210,27 @@ def test_absurd_recordings_of_stalls_name_no_line(samples: int, seconds: float) 
     moving = another_rank(4, 0.05, 0.2)
     job = StallingJob(lambda step, random: moving(step, random) if step >= 1000 else {}, evidence=absurd)
     assert headline(watch(job, 50)[-1]).startswith("ranks stall in turn")
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_a_stall_between_two_windows_is_one_stall(ranks: int) -> None:
+    """The step ends in one window on some ranks and in the next on others. All stall together, and nobody in turn."""
+    fleet = FleetDetector()
+    windows = list(StallingJob(together(50, 1.0), ranks).windows(40))
+    for first, second in pairwise(windows[5:]):
+        if first.columns.long_seconds[0] > 0 and not second.columns.long_seconds[0] > 0:
+            _move_long_steps(first, second, of=slice(0, None, 3))
+    verdicts = [fleet.evaluate({"job": window})["job"] for window in windows]
+    assert not any(verdict.kind.is_finding for verdict in verdicts)
+    assert headline(verdicts[-1]).startswith("healthy; all ranks together stall in every 50th step for 1.0 s")
+
+
+def _move_long_steps(first: JobWindow, second: JobWindow, of: slice) -> None:
+    """To the next window, on some of the ranks."""
+    for name in ("long_seconds", "late_seconds", "long_ratio", "late_ratio"):
+        before, after = getattr(first.columns, name), getattr(second.columns, name)
+        after[of] = before[of] * first.columns.steps[of] / second.columns.steps[of]
+        before[of] = np.nan
+    moved = second.columns.long_seconds[of]
+    second.columns.step_seconds[of] += moved
+    first.columns.step_seconds[of] -= moved * second.columns.steps[of] / first.columns.steps[of]
