@@ -345,24 +345,29 @@ def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
     lost_seconds = min(summary.long_seconds, summary.step_seconds) * summary.fewest_steps
     steps = np.nan_to_num(columns.steps)
     late = np.clip(np.nan_to_num(columns.late_seconds) * steps, 0.0, lost_seconds)
-    # Of a step that is long because of one rank the sum is L, and of one that is long because of all ranks, as many L.
-    ranks = len(late)
-    common = max(float(late.sum()) - lost_seconds, 0.0) / (ranks - 1) if ranks > 1 else lost_seconds
-    common = min(common, float(late.min()))
-    own = late - common
+    # Of its long steps, one rank that is late holds all and the others nothing; late together, each holds all. This is so
+    # also where one of the steps is in the next window on some ranks.
+    has_long = (columns.long_seconds > 0) & (steps > 0)
+    long_seconds = np.where(has_long, columns.long_seconds * steps, np.inf)
+    held = np.minimum(late / long_seconds, 1.0)[has_long]
+    common_share = float(held.min(initial=1.0))
+    if len(held) > 1:
+        common_share = min(common_share, max(float(held.sum()) - 1.0, 0.0) / (len(held) - 1))
+    own = np.where(has_long, np.maximum(late - common_share * long_seconds, 0.0), 0.0)
     lost_steps, counted = (
         np.clip(np.nan_to_num(ratio), 0.0, 1.0) * steps for ratio in (columns.long_ratio, columns.late_ratio)
     )
     # Of the ranks that tell of long steps at all.
-    is_unknown = np.isnan(columns.late_seconds[columns.long_seconds > 0]).mean() >= UNKNOWN_RATIO
-    is_known = not is_unknown or float(late.sum()) >= KNOWN_SHARE * lost_seconds > 0
+    unknown = np.isnan(columns.late_seconds[has_long]).sum()
+    is_known = unknown < UNKNOWN_RATIO * len(held) or float(late.sum()) >= KNOWN_SHARE * lost_seconds > 0
+    is_known = bool(is_known and len(held) >= KNOWN_SHARE * len(late))
     is_late = is_known & (own > LEAST_SHARE * lost_seconds) & (counted > 0)
     share = own[is_late] / late[is_late]
     return _Window(
         summary.step_seconds * summary.fewest_steps,
         summary.fewest_steps,
         lost_seconds=lost_seconds,
-        lost_by_some_seconds=min(float(own[is_late].sum()), lost_seconds - common),
+        lost_by_some_seconds=min(float(own[is_late].sum()), (1 - common_share) * lost_seconds),
         lost_steps=median_or_nan(lost_steps),
         is_known=is_known,
         queued_seconds=float(np.nan_to_num(median_or_nan(columns.starved_seconds * steps))),
