@@ -345,8 +345,8 @@ def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
     lost_seconds = min(summary.long_seconds, summary.step_seconds) * summary.fewest_steps
     steps = np.nan_to_num(columns.steps)
     late = np.clip(np.nan_to_num(columns.late_seconds) * steps, 0.0, lost_seconds)
-    # Of its long steps, one rank that is late holds all and the others nothing; late together, each holds all. This is so
-    # also where one of the steps is in the next window on some ranks.
+    # Of its long steps, one rank that is late holds all and the others nothing; late together, each holds all. This is
+    # so also where one of the steps is in the next window on some ranks.
     has_long = (columns.long_seconds > 0) & (steps > 0)
     long_seconds = np.where(has_long, columns.long_seconds * steps, np.inf)
     held = np.minimum(late / long_seconds, 1.0)[has_long]
