@@ -73,8 +73,10 @@ class TransferBaseline:
 
     @staticmethod
     def _machine_is_busy(pace: Pace, usual: Pace, excess: float, ratio: float, policy: Policy) -> bool:
-        """A neighbour that eats the CPU slows own work and transfer alike; a slow network only the latter."""
+        """A neighbour that eats the CPU slows own work and transfer alike; a slow network only the latter. Where ranks
+        queue for a CPU at all times, a transfer varies by as much from window to window."""
         queued = np.nan_to_num(pace.starved_seconds - usual.starved_seconds) >= policy.starved_share * excess
+        queued |= np.nan_to_num(pace.starved_seconds) >= excess
         alike = pace.self_seconds * policy.communication_ratio > ratio * usual.self_seconds
         return bool(queued or alike)
 

@@ -171,6 +171,14 @@ def test_a_slow_network_is_found_from_history_and_blames_nobody() -> None:
     assert verdict.impact_ratio == pytest.approx(55 / 110, abs=0.05)
 
 
+@pytest.mark.parametrize(("transfer_seconds", "is_slow"), [(0.018, False), (0.060, True)])
+def test_a_transfer_varies_by_what_ranks_queue(transfer_seconds: float, is_slow: bool) -> None:
+    """Seen with four ranks on two cores: they queue for a quarter of each step, at all times."""
+    queued = HEALTHY.but(extra={rank: {"starved_seconds": 0.02} for rank in range(8)})
+    verdict = watch((queued, 8), (queued.but(transfer_seconds=transfer_seconds), 5))[-1]
+    assert verdict.kind is (Kind.SLOW_COMMUNICATION if is_slow else Kind.HEALTHY)
+
+
 def test_a_generally_busy_machine_is_not_a_slow_network() -> None:
     busy = HEALTHY.but(transfer_seconds=0.015, self_seconds=0.110)
     assert not any(v.is_alarm for v in watch((HEALTHY, 8), (busy, 8)))
