@@ -128,7 +128,7 @@ def test_figures_of_a_window_are_those_of_usual_steps() -> None:
     assert row["long_ratio"] == row["late_ratio"] == pytest.approx(0.1)
 
 
-def test_a_long_step_with_a_usual_backward_is_the_ranks_own() -> None:
+def test_a_long_step_with_usual_backward_is_own_time() -> None:
     """Its wait was not measured. Where backward is as much longer, it may have waited there."""
     made, unknown = steps(64, s3=0.6, s20=0.6), np.full(64, np.nan)
     is_long, backward = find_long(RecentSteps(), made), np.full(64, 0.010)

@@ -103,7 +103,7 @@ def test_stalls_of_all_ranks_together_are_only_mentioned(ranks: int) -> None:
     assert said.startswith("healthy; all ranks together stall in every 50th step for 1.0 s, 4")
 
 
-def test_long_steps_of_all_ranks_are_not_mentioned_beside_larger_losses() -> None:
+def test_stalls_together_are_not_mentioned_beside_larger_losses() -> None:
     """Short ones of all ranks, and of one rank long ones of which most are not measured."""
     every, one = together(20, 0.05), one_rank(2, 100, 3.0)
     job = StallingJob(lambda step, random: {**every(step, random), **one(step, random)}, measured=lambda s: s % 100 > 0)
