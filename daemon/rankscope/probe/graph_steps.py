@@ -7,7 +7,10 @@ import functools
 import weakref
 from typing import Any, Callable, List
 
+from .failure import disable
 from .torch_timers import hide_from_dynamo
+
+WRAPPED = ("capture_begin", "capture_end", "replay")
 
 
 class GraphSteps:
@@ -18,21 +21,30 @@ class GraphSteps:
         self._optimizers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
     def watch(self, graph_class: Any, began: Callable[[], None], stepped: Callable[[Any], None]) -> None:
-        """Calls `began` before a capture, and `stepped` with the optimizer after each replay that holds its step."""
-        begin, end, original = graph_class.capture_begin, graph_class.capture_end, graph_class.replay
+        """Calls `began` when a capture begins or ends, and `stepped` with the optimizer after each replay of its step."""
+        begin, end, original = (getattr(graph_class, name) for name in WRAPPED)
         optimizers = self._optimizers
+
+        def note(graph: Any, is_begun: bool) -> None:
+            """Of a capture, that it begins or ends."""
+            try:
+                began()
+                self._captured[:] = [other for other in self._captured if other() not in (graph, None)]
+                if is_begun:
+                    optimizers.pop(graph, None)
+                    self._captured.append(weakref.ref(graph))
+            except Exception as error:
+                disable(error)
 
         @functools.wraps(begin)
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            began()
-            optimizers.pop(graph, None)
             result = begin(graph, *args, **kwargs)
-            self._captured.append(weakref.ref(graph))
+            note(graph, is_begun=True)
             return result
 
         @functools.wraps(end)
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._captured[:] = [other for other in self._captured if other() not in (graph, None)]
+            note(graph, is_begun=False)
             return end(graph, *args, **kwargs)
 
         @functools.wraps(original)

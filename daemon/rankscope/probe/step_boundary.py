@@ -8,8 +8,8 @@ import time
 import weakref
 from typing import Any, Callable, Dict, Optional
 
+from . import graph_steps
 from .failure import disable, switch
-from .graph_steps import GraphSteps
 from .torch_timers import (
     LAST_END,
     OPTIMIZER,
@@ -89,7 +89,9 @@ def install_optimizer_hooks(
     explicit = False
     flush_at_ns = 0
     plain_until_ns = 0  # until then, a step of the anchor is only counted: nothing else is to be looked at
-    graphs = None if cuda is None else GraphSteps(cuda.is_current_stream_capturing)
+    graph_class = getattr(cuda, "CUDAGraph", None)
+    is_known = all(hasattr(graph_class, name) for name in graph_steps.WRAPPED)
+    graphs = graph_steps.GraphSteps(cuda.is_current_stream_capturing) if is_known else None
 
     # torch.compile may trace an optimizer's step whole, and only then is_compiling() is true. A graph break there would
     # leave the step uncompiled, or raise with fullgraph=True (seen), so the hooks are left out of such a graph. Where
@@ -173,7 +175,7 @@ def install_optimizer_hooks(
 
         scaler_class.step = keep_frame_from_dynamo(step)
     if graphs is not None:
-        graphs.watch(cuda.CUDAGraph, end_plain_steps, hide_from_dynamo(lambda optimizer: after(optimizer, (), {})))
+        graphs.watch(graph_class, end_plain_steps, hide_from_dynamo(lambda optimizer: after(optimizer, (), {})))
     switch.when_disabled.append(end_plain_steps)
     hidden_before = hide_from_dynamo(lambda *arguments: before(*arguments))
     hidden_after = hide_from_dynamo(lambda *arguments: after(*arguments))

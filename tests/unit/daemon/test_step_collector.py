@@ -11,7 +11,7 @@ import pytest
 
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.probe import ring_layout
-from tests.unit.daemon.ring_writer import ME, MS, Writer, problem_of, sample_of, window
+from tests.unit.daemon.ring_writer import ME, MS, NAN4, Writer, problem_of, sample_of, window
 
 
 @pytest.fixture
@@ -166,3 +166,26 @@ def test_a_new_ring_after_exec_is_read_from_its_beginning(collector: StepsCollec
     second.step()
     assert len(sample_of(collector).step_seconds) == 1
     second.ring.abandon()
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "waited_seconds"),
+    [
+        (ring_layout.FLAG_DDP, {"backward": 0.010}, 0.0),
+        (ring_layout.FLAG_DDP, {"backward": 0.610}, None),
+        (ring_layout.FLAG_DDP, {"backward": 0.010, "blocking": 0.6}, None),
+        (ring_layout.FLAG_DDP | ring_layout.FLAG_BLIND, {"backward": 0.010}, None),
+    ],
+)
+def test_a_long_step_that_ddp_did_not_measure(
+    writer: Writer, collector: StepsCollector, flags: int, more: dict[str, float], waited_seconds: float | None
+) -> None:
+    """It is the rank's own if the rank did not spend it where ranks wait."""
+    for number in range(40):
+        figures = (0.001, 0.010, 0.006, 0.002) if number % 5 == 0 else NAN4
+        writer.step(20, flags=flags, ddp=figures, **{"backward": 0.010} if number != 32 else more)
+        if number == 32:
+            writer.rewrite(number + 1, span_ns=620 * MS)
+    found = sample_of(collector).long_steps
+    assert found is not None and found.steps == 1
+    assert found.waited_seconds == waited_seconds

@@ -189,7 +189,7 @@ def _sample(
     rows = step_columns.columns(records, good, kept, nccl.seconds)
     first_rows = np.cumsum(records["steps"][kept]) - records["steps"][kept]
     wait_seconds = rows.wait_seconds[first_rows] if nccl.wait_seconds is None else nccl.wait_seconds
-    backward_seconds = step_columns.backward_seconds(records[kept])
+    bounding_seconds = step_columns.bounding_seconds(records[kept])
     # In the collectives that torch issues on a device, waiting is sampled.
     is_sampled = nccl.wait_seconds is None and bool((records["flags"][kept] & ring_layout.FLAG_DEVICE).any())
     found_long = (
@@ -199,7 +199,7 @@ def _sample(
             is_long,
             progress.recent,
             step_seconds,
-            long_steps.bound_waits(is_long, progress.recent, step_seconds, wait_seconds, backward_seconds),
+            long_steps.bound_waits(is_long, progress.recent, step_seconds, wait_seconds, bounding_seconds),
             rows.checkpoint_seconds[first_rows],
             rows.run_ahead_seconds[first_rows],
         )
@@ -237,7 +237,7 @@ def _sample(
     )
     return sample, replace(
         progress,
-        recent=progress.recent.followed_by(step_seconds, wait_seconds, backward_seconds),
+        recent=progress.recent.followed_by(step_seconds, wait_seconds, bounding_seconds),
         next_sequence=header.records + (0 if held_back else 1),
         steps=header.steps - steps_held_back,
         last_step_ns=last_step_ns,

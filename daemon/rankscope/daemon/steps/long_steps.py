@@ -35,10 +35,10 @@ class RecentSteps:
 
     step_seconds: Column = field(default_factory=lambda: np.empty(0))
     wait_seconds: Column = field(default_factory=lambda: np.empty(0))
-    backward_seconds: Column = field(default_factory=lambda: np.empty(0))
+    bounding_seconds: Column = field(default_factory=lambda: np.empty(0))
 
-    def followed_by(self, step_seconds: Column, wait_seconds: Column, backward_seconds: Column) -> RecentSteps:
-        added = (step_seconds, wait_seconds, backward_seconds)
+    def followed_by(self, step_seconds: Column, wait_seconds: Column, bounding_seconds: Column) -> RecentSteps:
+        added = (step_seconds, wait_seconds, bounding_seconds)
         columns = (np.append(*pair) for pair in zip(vars(self).values(), added, strict=True))
         return RecentSteps(*(column[-STEPS_COMPARED:].copy() for column in columns))
 
@@ -56,17 +56,17 @@ def find_long(before: RecentSteps, step_seconds: Column) -> Mask:
 
 
 def bound_waits(
-    is_long: Mask, before: RecentSteps, step_seconds: Column, wait_seconds: Column, backward_seconds: Column
+    is_long: Mask, before: RecentSteps, step_seconds: Column, wait_seconds: Column, bounding_seconds: Column
 ) -> Column:
     """The waits, with a bound of those that were not measured: on a CPU, DDP waits in the backward pass, and measures
-    some of the steps. A long step whose backward took about as long as usual is the rank's own. Where it took longer
-    the wait stays unknown: the rank waited there, or was late there."""
+    some of the steps. A long step that spent about as long as usual where ranks wait is the rank's own. Else the wait
+    stays unknown: the rank waited there, or was late there."""
     usual_step, usual_wait = _usual(is_long, before, step_seconds, wait_seconds)
-    usual = np.append(before.backward_seconds, backward_seconds[~is_long])
+    usual = np.append(before.bounding_seconds, bounding_seconds[~is_long])
     usual = usual[~np.isnan(usual)]
     if not len(usual):
         return wait_seconds
-    longer = np.maximum(backward_seconds - float(np.median(usual)), 0.0)
+    longer = np.maximum(bounding_seconds - float(np.median(usual)), 0.0)
     is_own = is_long & (longer <= (1 - LATE_SHARE) * (step_seconds - usual_step))
     return np.where(is_own & np.isnan(wait_seconds), usual_wait + longer, wait_seconds)
 

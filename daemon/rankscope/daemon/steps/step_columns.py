@@ -100,10 +100,13 @@ def columns(
     )
 
 
-def backward_seconds(records: npt.NDArray[np.void]) -> Column:
-    """In backward passes, a step; NaN on a device."""
-    seconds: Column = _seconds(records["backward"]) / records["steps"]
-    return seconds
+def bounding_seconds(records: npt.NDArray[np.void]) -> Column:
+    """What a step spent where a rank waits: in calls that block and, with DDP, in the backward pass. NaN on a device,
+    and where it may wait elsewhere."""
+    flags = records["flags"]
+    is_bound = ((flags & ring_layout.FLAG_DDP) != 0) & ((flags & ring_layout.FLAG_BLIND) == 0)
+    seconds = (_seconds(records["backward"]) + _seconds(records["blocking"])) / records["steps"]
+    return np.where(is_bound, seconds, np.nan)
 
 
 GroupTotals: TypeAlias = Mapping[tuple[int, int], tuple[int, float, float]]
