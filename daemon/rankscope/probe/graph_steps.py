@@ -21,7 +21,7 @@ class GraphSteps:
         self._optimizers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
     def watch(self, graph_class: Any, began: Callable[[], None], stepped: Callable[[Any], None]) -> None:
-        """Calls `began` when a capture begins or ends, and `stepped` with the optimizer after each replay of its step."""
+        """Calls `began` when a capture begins or ends, and `stepped` with the optimizer after a replay of its step."""
         begin, end, original = (getattr(graph_class, name) for name in WRAPPED)
         optimizers = self._optimizers
 
