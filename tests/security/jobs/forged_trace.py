@@ -24,7 +24,7 @@ mark = bytes(4)
 print("stepping", flush=True)
 while True:
     time.sleep(STEP_SECONDS)
-    ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), (0.0, 0.0, 0.001, 0.0, *[NAN] * 7), 0, 1)
+    ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), (0.0, 0.0, 0.001, 0.0, *[NAN] * 8), 0, 1)
     if ring.command_mark() != mark:
         mark = ring.command_mark()
         command = read_command(ring, mark)

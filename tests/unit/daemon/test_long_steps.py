@@ -143,3 +143,13 @@ def test_measured_waits_are_kept_beside_bounds() -> None:
     wait = np.full(64, WAIT)
     is_long = find_long(RecentSteps(), made)
     assert (bound_waits(is_long, RecentSteps(), made, wait, np.full(64, 0.010)) == wait).all()
+
+
+def test_steps_that_have_become_slow_are_not_long() -> None:
+    """A rank slows down in each step: its first slow steps are rare among the last ones, but come in a row."""
+    before = RecentSteps().followed_by(steps(64), np.full(64, WAIT), np.full(64, np.nan))
+    slow = np.full(2, USUAL + 0.6)
+    assert find_long(before, slow).all()
+    before = before.followed_by(slow, np.full(2, WAIT), np.full(2, np.nan))
+    assert not find_long(before, slow).any()
+    assert not find_long(before, np.full(9, USUAL + 0.6)).any()

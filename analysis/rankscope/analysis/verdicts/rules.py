@@ -136,7 +136,7 @@ class RecentWindows:
         is_usual = stalls is None or len(impacts) >= self._policy.windows_for_alarm
         impact = self._against_the_past(float(np.median(impacts)), columns) if is_usual and impacts else 0.0
         if stalls is not None:
-            impact += stalls.impact_ratio
+            impact = min(1.0, impact + stalls.impact_ratio)
             cause = replace(cause, stalls=str(stalls))
         own, usual = median_or_nan(screened.compared_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last)

@@ -23,6 +23,8 @@ STEPS_COMPARED = 64
 STEPS_NEEDED = 16
 # Where more steps are long, that is how the job runs.
 MOST_LONG_RATIO = 0.2
+# More in a row are no stalls either: the job has become slower.
+MOST_IN_A_ROW = 3
 # Who was late is known if waiting was measured in this share of the long steps' time.
 MEASURED_SHARE = 0.5
 # A rank that holds this share of what a step took beyond the usual is the one that is late in it.
@@ -50,9 +52,20 @@ def find_long(before: RecentSteps, step_seconds: Column) -> Mask:
         return np.zeros(len(step_seconds), dtype=bool)
     usual = float(np.median(compared))
     needed = max(LONG_RATIO * usual, usual + LEAST_EXCESS_SECONDS)
-    is_rare = bool((compared > needed).mean() <= MOST_LONG_RATIO)
-    found: Mask = (step_seconds > needed) & is_rare
-    return found
+    is_long = compared > needed
+    if is_long.mean() > MOST_LONG_RATIO:
+        return np.zeros(len(step_seconds), dtype=bool)
+    return (is_long & ~_in_a_row(is_long))[len(compared) - len(step_seconds) :]
+
+
+def _in_a_row(steps: Mask) -> Mask:
+    """Those in runs that are too long."""
+    edges = np.flatnonzero(np.diff(steps.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    edges = edges[np.diff(edges)[:, 0] > MOST_IN_A_ROW]
+    turns = np.zeros(len(steps) + 1, dtype=np.int8)
+    turns[edges[:, 0]], turns[edges[:, 1]] = 1, -1
+    rows: Mask = np.cumsum(turns[:-1]) > 0
+    return rows
 
 
 def bound_waits(
