@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -31,6 +31,7 @@ DESCRIPTORS_PER_LOOK: Final = 512
 PASSES_PER_PAUSE: Final = 8
 THREADS_LIMIT: Final = 4096
 RING_LINKS: Final = (f"/memfd:{ring_layout.RING_NAME} (deleted)", f"/memfd:{ring_layout.RING_NAME}")
+READ_WRITE: Final = stat.S_IRUSR | stat.S_IWUSR
 
 _NS_GET_PARENT: Final = 0xB702
 _NS_GET_OWNER_UID: Final = 0xB704
@@ -265,12 +266,13 @@ class DescriptorSearch:
     """Finds a descriptor of a process, looks at a bounded number of descriptors at a time, and remembers where it was.
     A process may have a million descriptors, and listing them costs as much as looking at each."""
 
-    _mode = stat.S_IRUSR | stat.S_IWUSR  # how the process has opened it
-
-    def __init__(self, process: str, longest_pause: int = 0) -> None:
-        """`longest_pause`: how many looks are left out of a process with many descriptors, the more the longer the
-        search was in vain."""
+    def __init__(self, process: str, is_wanted: Callable[[str], bool], mode: int, longest_pause: int = 0) -> None:
+        """`is_wanted` tells by what a link shows, `mode` how the process has opened it (S_IRUSR, S_IWUSR or both).
+        `longest_pause`: how many looks are left out of a process with many descriptors, the more the longer the search
+        was in vain."""
         self.process = process
+        self._is_wanted = is_wanted
+        self._mode = mode
         self._longest_pause = longest_pause
         self._next = 0  # the descriptor to go on with
         self._is_found = False  # there
@@ -316,16 +318,9 @@ class DescriptorSearch:
     def _is_at(self, number: int) -> bool:
         try:
             target = os.readlink(self._link(number))  # noqa: PTH115 - a Path costs more than the call
-            return self._is_wanted(target) and self._opened(number) == self._mode
+            return self._is_wanted(target) and os.lstat(self._link(number)).st_mode & READ_WRITE == self._mode
         except FileNotFoundError:
             return False
-
-    def _is_wanted(self, target: str) -> bool:
-        """By what the link shows."""
-        raise NotImplementedError
-
-    def _opened(self, number: int) -> int:
-        return os.lstat(self._link(number)).st_mode & (stat.S_IRUSR | stat.S_IWUSR)
 
     def _table_size(self) -> int:
         match = re.search(rb"^FDSize:\s*(\d{1,9})$", read_bounded(self.process + "/status"), re.MULTILINE)
@@ -336,8 +331,8 @@ class RingSearch(DescriptorSearch):
     """Finds the descriptor of a process' ring. Another daemon has a ring open for an instant as well, but to read only
     or to write only."""
 
-    def _is_wanted(self, target: str) -> bool:
-        return target in RING_LINKS
+    def __init__(self, process: str, longest_pause: int = 0) -> None:
+        super().__init__(process, RING_LINKS.__contains__, READ_WRITE, longest_pause)
 
 
 def memfd_handle(link: str) -> int:

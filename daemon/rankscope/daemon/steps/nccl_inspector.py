@@ -157,17 +157,6 @@ def _line(text: bytes) -> _Line | None:
         return None
 
 
-class _LogSearch(procfs.DescriptorSearch):
-    _mode = stat.S_IWUSR
-
-    def __init__(self, process: str, pid: int) -> None:
-        super().__init__(process, LOOKS_LEFT_OUT)
-        self._endings = (f"-pid{pid}.log", f"-pid{pid}.log (deleted)")
-
-    def _is_wanted(self, target: str) -> bool:
-        return target.endswith(self._endings)
-
-
 class InspectorLog:
     """The file of one process. `pid` is what the process calls itself."""
 
@@ -175,7 +164,10 @@ class InspectorLog:
         self.is_found = False  # as of the last look
         self._pid = pid
         self._wall_clock_ns = wall_clock_ns
-        self._search = _LogSearch(process, pid)
+        endings = (f"-pid{pid}.log", f"-pid{pid}.log (deleted)")
+        self._search = procfs.DescriptorSearch(
+            process, lambda target: target.endswith(endings), stat.S_IWUSR, LOOKS_LEFT_OUT
+        )
         self._is_chosen: bool | None = None
         self._interval_us: int | None = None  # between dumps
         self._progress = NcclProgress()
