@@ -26,7 +26,8 @@ SETTLING_SECONDS = 3.0
 DROPPED_RATIO = 0.4
 # A fault that costs more must be found; one that costs less must not be raised; between the two, either is right.
 FOUND_FROM_RATIO, HIDDEN_UP_TO_RATIO = 0.05, 0.02
-IN_FEW_STEPS = ("tenth", "hundredth", "moving", "together")
+# The share of steps that a fault is in. A stall may end in the step after its own.
+IN_FEW_STEPS = {"tenth": 0.1, "hundredth": 0.01, "moving": 0.05, "together": 0.02}
 SAYS_NOTHING = ("healthy", "insufficient_data")
 # What a cause must say about each fault, somewhere in its text.
 _DEVICE = r"(?i)device|gpu|kernel"
@@ -267,7 +268,8 @@ def _compare_impact(row: Row, facts: Facts) -> None:
     row.faulty_milliseconds = _mean(facts, since + SETTLING_SECONDS, until)
     if row.fault in IN_FEW_STEPS:
         # Against the other steps of the same time: a job wanders by more than some stalls cost.
-        row.healthy_milliseconds = _mean(facts, since + SETTLING_SECONDS, until, np.median)
+        kept = 1 - 2 * IN_FEW_STEPS[row.fault]
+        row.healthy_milliseconds = _mean(facts, since + SETTLING_SECONDS, until, lambda steps: _shortest(steps, kept))
     if row.healthy_milliseconds and row.faulty_milliseconds:
         row.true_impact_ratio = max(0.0, 1 - row.healthy_milliseconds / row.faulty_milliseconds)
     turns = _slowdown_in_turns(facts)
@@ -331,6 +333,11 @@ def _mean(facts: Facts, start: float, end: float, of: Callable[[np.ndarray], Any
     """Milliseconds of a step in that time: the mean of a rank, the median of the ranks."""
     means = [float(of(kept)) for steps in facts.steps if len(kept := steps.between(start, end))]
     return statistics.median(means) if means else None
+
+
+def _shortest(steps: np.ndarray, share: float) -> float:
+    """The mean of that share of the steps."""
+    return float(np.mean(np.sort(steps)[: max(1, round(share * len(steps)))]))
 
 
 def _changes(said: Sequence[Said]) -> Iterator[str]:

@@ -52,6 +52,14 @@ def test_short_steps_vary_by_as_much() -> None:
     assert np.flatnonzero(find_long(RecentSteps(), made)).tolist() == [9]
 
 
+def test_stalls_are_long_beside_steps_that_vary() -> None:
+    """HF Trainer's steps take twice the median in one of six; stalls of 600 ms come in addition."""
+    made = steps(64)
+    made[::6] *= 2.2
+    made[5::10] += 0.6
+    assert np.flatnonzero(find_long(RecentSteps(), made)).tolist() == [5, 15, 25, 35, 45, 55]
+
+
 def test_where_many_steps_are_long_that_is_usual() -> None:
     made = steps(60)
     made[::4] += 0.6

@@ -21,8 +21,8 @@ LEAST_EXCESS_SECONDS = 0.010
 # A window with fewer steps is compared together with those before it.
 STEPS_COMPARED = 64
 STEPS_NEEDED = 16
-# Where more steps are long, that is how the job runs.
-MOST_LONG_RATIO = 0.2
+# A long step is compared with the longest of the others. Where more than a fifth are long, that is how the job runs.
+OTHERS_SHARE = 0.8
 # More in a row are no stalls either: the job has become slower.
 MOST_IN_A_ROW = 3
 # Who was late is known if waiting was measured in this share of the long steps' time.
@@ -50,11 +50,8 @@ def find_long(before: RecentSteps, step_seconds: Column) -> Mask:
     compared = np.append(before.step_seconds, step_seconds)[-max(STEPS_COMPARED, len(step_seconds)) :]
     if len(compared) < STEPS_NEEDED:
         return np.zeros(len(step_seconds), dtype=bool)
-    usual = float(np.median(compared))
-    needed = max(LONG_RATIO * usual, usual + LEAST_EXCESS_SECONDS)
-    is_long = compared > needed
-    if is_long.mean() > MOST_LONG_RATIO:
-        return np.zeros(len(step_seconds), dtype=bool)
+    others = float(np.quantile(compared, OTHERS_SHARE, method="lower"))
+    is_long = compared > max(LONG_RATIO * others, others + LEAST_EXCESS_SECONDS)
     return (is_long & ~_in_a_row(is_long))[len(compared) - len(step_seconds) :]
 
 
