@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, within eight minutes; see README.md beside this.
 #   benchmarks/gpu/everything.sh [--dry] [PART …]     --dry: without a GPU, to try the scripts themselves
 # Parts: counters and captures, which is the default; aftermath, which alone takes over six minutes; verdicts (12 minutes for
-# the whole matrix twice), hangs, bandwidth, plugin_cost, overhead and compile. Results go to $OUT (gpu-results), a table per part to the terminal. A
+# the whole matrix twice), hangs, bandwidth, plugin_cost, remedies, overhead and compile. Results go to $OUT (gpu-results), a table per part to the terminal. A
 # part that fails or hangs does not keep the others.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -17,7 +17,7 @@ OVERHEAD_SECONDS=${OVERHEAD_SECONDS:-270}
 COMPILE_SECONDS=${COMPILE_SECONDS:-240}
 HANGS_SECONDS=${HANGS_SECONDS:-300}
 captures_flags=() counters_flags=(${COUNTERS_FLAGS:-}) aftermath_flags=()
-verdicts_flags=(${VERDICTS_FLAGS:---repeat 2 --parallel 2}) overhead_flags=(${OVERHEAD_FLAGS:-}) compile_flags=(${COMPILE_FLAGS:-}) hangs_flags=()
+verdicts_flags=(${VERDICTS_FLAGS:---repeat 2 --parallel 2}) overhead_flags=(${OVERHEAD_FLAGS:-}) compile_flags=(${COMPILE_FLAGS:-}) hangs_flags=() remedies_flags=()
 if [ "${1:-}" = --dry ]; then
     shift
     captures_flags+=(--cpu)
@@ -27,11 +27,12 @@ if [ "${1:-}" = --dry ]; then
     overhead_flags+=(--cpu)
     compile_flags+=(--cpu)
     hangs_flags+=(--cpu)
+    remedies_flags+=(--cpu)
 fi
 parts=("$@")
 [ $# -gt 0 ] || parts=(counters captures)
 for name in "${parts[@]}"; do
-    case $name in counters|captures|aftermath|verdicts|hangs|bandwidth|plugin_cost|overhead|compile) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
+    case $name in counters|captures|aftermath|verdicts|hangs|bandwidth|plugin_cost|remedies|overhead|compile) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
 done
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
@@ -79,6 +80,8 @@ for name in "${parts[@]}"; do
                part hangs "$HANGS_SECONDS" benchmarks.gpu.hangs "${hangs_flags[@]}" ;;
         bandwidth) part bandwidth 120 benchmarks.gpu.bandwidth ;;
         plugin_cost) part plugin_cost 240 benchmarks.gpu.plugin_cost ;;
+        remedies) rm -rf "$OUT/remedies"
+                  part remedies 400 benchmarks.gpu.remedies "${remedies_flags[@]}" ;;
         overhead) part overhead "$OVERHEAD_SECONDS" benchmarks.gpu.overhead "${overhead_flags[@]}" ;;
         compile) part compile "$COMPILE_SECONDS" benchmarks.gpu.compiling "${compile_flags[@]}" ;;
     esac

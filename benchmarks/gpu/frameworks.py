@@ -192,7 +192,7 @@ def cuda_graph(setup: Any) -> None:
             dist.all_reduce(parameter.grad)
         optimizer.step()
 
-    replay = step if setup.device.type == "cpu" else _captured(step)
+    replay = step if setup.device.type == "cpu" else captured(step)
     for batch in setup.batches():
         inputs.copy_(batch)
         setup.fault.in_forward()
@@ -200,7 +200,7 @@ def cuda_graph(setup: Any) -> None:
         setup.course.step_ended()
 
 
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
+def captured(step: Callable[[], None]) -> Callable[[], None]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,0 +1,91 @@
+"""What remedies bring in truth: jobs in several variants, in turns (remedies_job.py), and a trace of each as it was.
+
+python3 -m benchmarks.gpu.remedies [--jobs small,large] [--cpu]
+
+OUT/remedies.json has the milliseconds of a step by job and variant, OUT/remedies/ the traces."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.lab import RANKS, lab_job, multi_process_service
+from benchmarks.gpu.reporting import Report
+from benchmarks.running import BenchmarkError
+
+LONGEST_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Job:
+    flags: str
+    ranks: int = 1
+
+
+JOBS = {
+    "small": Job("--shape small --variants base,fused,forloop,graph,graph+fused,bf16,batch2,recompute --steps 20"),
+    "small_forloop": Job("--shape small --variants forloop,base,fused --traced forloop --rounds 3"),
+    "small_stacks": Job("--shape small --variants base --rounds 1 --stacks"),
+    "large": Job("--shape large --variants base,fused,graph,bf16,bf16+fused,batch2,recompute --steps 5 --rounds 4"),
+    "input": Job("--shape small --reads --workers 1 --variants base,workers2,workers8 --steps 20 --rounds 3"),
+    "input_main": Job("--shape small --reads --workers 0 --variants base,workers8 --steps 20 --rounds 3"),
+    "ddp": Job("--kind ddp --variants base,bucket1,bucket100", RANKS),
+    "ddp_straggler": Job("--kind ddp --straggler --variants base,even", RANKS),
+    "fsdp2": Job("--kind fsdp2 --variants base", RANKS),
+    "hf": Job("--kind hf", RANKS),
+}
+
+
+def measure(report: Report, name: str, cpu: bool, traces: Path) -> None:
+    job = JOBS[name]
+    flags = job.flags.split()
+    if cpu:
+        flags += ["--shape", "tiny", "--width", "64"]
+    with (
+        multi_process_service() as environment,
+        lab_job("remedies_job.py", flags, cpu=cpu, ranks=job.ranks, environment=environment, label=name) as running,
+    ):
+        give_up_at = time.monotonic() + min(LONGEST_SECONDS, max(report.seconds_left, 1))
+        while running.running:
+            running.check()
+            if time.monotonic() > give_up_at:
+                raise BenchmarkError(f"{name} did not end: {running.log_tail(0)}")
+            time.sleep(0.2)
+        running.check()
+        told = [running.fact(f"remedies-{rank}.json") or {} for rank in range(job.ranks)]
+        for path in sorted(running.folder.glob("*.json.gz")):
+            shutil.copyfile(path, traces / f"{name}-{path.name}")
+    report.raw.setdefault("jobs", {})[name] = told
+    first = told[0]["milliseconds"]
+    base = next(iter(first))
+    for variant in first:
+        millis = statistics.median(one["milliseconds"][variant] for one in told)
+        before = statistics.median(one["milliseconds"][base] for one in told)
+        report.add(f"{name}, {variant}", f"{millis:.2f} ms, {100 * (millis / before - 1):+.1f} %")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--budget", type=float, default=400.0, help="seconds")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--cpu", action="store_true")
+    asked = parser.parse_args()
+    # Ended by `timeout`: nothing is left running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    report = Report("What remedies bring", asked.out, "remedies", asked.budget, judged=False)
+    traces = asked.out / "remedies"
+    traces.mkdir(parents=True, exist_ok=True)
+    for name in asked.jobs.split(","):
+        report.part(name, lambda name=name: measure(report, name, asked.cpu, traces), needs_seconds=20)
+    return int(report.finish())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
