@@ -1,5 +1,5 @@
 """What is made of a trace once it is read: steps, breakdown, stacks of kernels, collectives, summary, diagnosis, the
-join with that of a healthy rank. Damage to the text is `reading`'s."""
+join with that of a healthy rank, the replay. Damage to the text is `reading`'s."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import warnings
 
 import msgspec
 
+from rankscope.analysis.replay.graph import ReplayError
+from rankscope.analysis.replay.prediction import forecast
 from rankscope.analysis.traces.breakdown import Breakdown, break_down, device_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cut import find_whole_steps
@@ -46,9 +48,19 @@ def _check_analysis(trace: Trace) -> None:
     summary = summarize(trace, breakdown, collectives, rank=trace.rank, file="x", top=5)
     assert len(msgspec.json.encode(summary)) < 4 << 20
     diagnose([summary])
+    _check_replay(trace)
     essence, kept = keep_essentials(trace, collectives)
     _, twin, twin_collectives, twin_breakdown = _twin()
     join_traces({0: twin, 1: essence}, {0: twin_collectives, 1: kept}, breakdowns={0: twin_breakdown, 1: breakdown})
+
+
+def _check_replay(trace: Trace) -> None:
+    try:
+        found = forecast({0: trace})
+    except ReplayError:
+        return
+    assert found.is_usable or not found.predictions
+    assert all(one.step_ns is None or one.step_ns >= 0 for one in found.predictions)
 
 
 def _analysed(trace: Trace) -> tuple[Breakdown, Collectives] | None:

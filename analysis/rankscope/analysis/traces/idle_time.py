@@ -25,7 +25,7 @@ from rankscope.analysis.traces.kernels import host_communication, names_like
 from rankscope.analysis.traces.steps import launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-_INPUT = re.compile(
+INPUT = re.compile(
     r"enumerate\(DataLoader\)|.*Loader\w*\.__next__|.*\bdata_?load(er|ing)?\b|.*/data/dataloader\.py.*__next__",
     re.IGNORECASE,
 )
@@ -122,7 +122,7 @@ def _host_rows(trace: Trace) -> _Host:
     return _Host(
         trace=trace,
         thread=thread,
-        input=np.flatnonzero(marks & names_like(trace, _INPUT)[trace.name]),
+        input=np.flatnonzero(marks & names_like(trace, INPUT)[trace.name]),
         synchronisation=np.flatnonzero(calls & names_like(trace, _SYNCHRONISATION)[trace.name]),
         communication=np.flatnonzero(host_communication(trace)),
         operators=np.flatnonzero(trace.of(Category.CPU_OP)),

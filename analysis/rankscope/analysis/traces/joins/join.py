@@ -81,7 +81,7 @@ def join_traces(
     """Traces by rank. `stage_of` gives each rank's pipeline stage, if known."""
     ranks = sorted(traces)
     calls = gather_calls(traces, collectives)
-    matched = match_calls(calls, _step_numbers(calls, traces, collectives))
+    matched = match_calls(calls, step_numbers(calls, traces, collectives))
     clocks = align(matched, ranks)
     arrivals = find_arrivals(matched, clocks)
     impossible = int((~arrivals.possible).sum())
@@ -120,7 +120,7 @@ def join_traces(
     )
 
 
-def _step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Ints:
+def step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Ints:
     """The profiler's step of each call, -1 if the profiler recorded none."""
     numbers = np.full(len(calls), NO_STEP, dtype=np.int64)
     for rank, trace in traces.items():

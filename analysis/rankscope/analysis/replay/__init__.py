@@ -1,0 +1,1 @@
+"""Replays recorded steps with other durations: the graph of their work, the replay, what changes would bring."""

@@ -1,0 +1,93 @@
+"""The graphs of all ranks of a job, and the collectives in which they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from rankscope.analysis.replay.graph import NOTHING, Graph, build_graph
+from rankscope.analysis.replay.replay import replay, step_ns
+from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
+from rankscope.analysis.traces.joins.channels import Channel, gather_calls
+from rankscope.analysis.traces.joins.clock_alignment import align
+from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
+from rankscope.analysis.traces.joins.join import step_numbers
+from rankscope.analysis.traces.joins.self_time import Arrivals, find_arrivals
+from rankscope.analysis.traces.trace import Trace
+
+
+def build_graphs(traces: Mapping[int, Trace]) -> dict[int, Graph]:
+    """By rank, like the traces. Raises ReplayError."""
+    graphs = {rank: build_graph(trace) for rank, trace in traces.items()}
+    if len(traces) < 2:
+        return graphs
+    collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
+    calls = gather_calls(traces, collectives)
+    matched = match_calls(calls, step_numbers(calls, traces, collectives))
+    clocks = align(matched, sorted(traces))
+    joined = _joined(graphs, collectives, matched, find_arrivals(matched, clocks))
+    origin = min(trace.base_ns for trace in traces.values())
+    return {
+        rank: _later(graph, traces[rank].base_ns - origin + clocks.shifts[rank].offset_ns)
+        for rank, graph in joined.items()
+    }
+
+
+def _later(graph: Graph, shift_ns: int) -> Graph:
+    """On the clock that the ranks share."""
+    columns = ("call_start_ns", "call_end_ns", "start_ns")
+    return replace(graph, **{name: getattr(graph, name) + shift_ns for name in columns})
+
+
+def _joined(
+    graphs: Mapping[int, Graph], collectives: Mapping[int, Collectives], matched: Matched, arrivals: Arrivals
+) -> dict[int, Graph]:
+    """With the collectives that were recorded, with their launches, on all of these ranks that are in the group."""
+    calls, collective = matched.calls, matched.collective
+    latest = np.full(matched.count, np.iinfo(np.int64).min)
+    np.maximum.at(latest, collective, arrivals.start_ns)
+    transfer = np.maximum(arrivals.start_ns + calls.end_ns - calls.start_ns - latest[collective], 0)
+    position = np.full(len(calls), NOTHING)
+    for rank, graph in graphs.items():
+        mine = np.flatnonzero(calls.rank == rank)
+        found = _position_of(graph.work_row, collectives[rank].kernel_row[calls.row[mine]])
+        position[mine] = np.where(graph.launch[found] == NOTHING, NOTHING, found)
+    members = np.array([_members(channel, graphs) for channel in matched.channels], dtype=np.int64)
+    shared = np.bincount(collective, minlength=matched.count) == members[matched.channel]
+    shared &= matched.together & arrivals.possible
+    shared[collective[position == NOTHING]] = False
+    made = {}
+    for rank, graph in graphs.items():
+        mine = np.flatnonzero((calls.rank == rank) & shared[collective])
+        number, transfer_ns = graph.collective.copy(), graph.transfer_ns.copy()
+        number[position[mine]], transfer_ns[position[mine]] = collective[mine], transfer[mine]
+        made[rank] = replace(graph, collective=number, transfer_ns=transfer_ns)
+    return made
+
+
+def _members(channel: Channel, graphs: Mapping[int, Graph]) -> int:
+    if channel.ranks:
+        return len(set(channel.ranks) & set(graphs))
+    return min(channel.size, len(graphs)) if channel.size > 0 else len(graphs)
+
+
+def replayed_step_ns(graphs: Mapping[int, Graph]) -> float:
+    """The median of the ranks, which step together."""
+    times = replay(graphs)
+    steps = [step_ns(graph, times[rank].call_end_ns, times[rank].work_end_ns) for rank, graph in graphs.items()]
+    return float(np.median(steps))
+
+
+def recorded_step_ns(graphs: Mapping[int, Graph]) -> float:
+    ends = [(graph, graph.call_end_ns, graph.start_ns + graph.duration_ns) for graph in graphs.values()]
+    return float(np.median([step_ns(*one) for one in ends]))
+
+
+def _position_of(work_row: Ints, row: Ints) -> Ints:
+    order = np.argsort(work_row, kind="stable")
+    place = np.minimum(np.searchsorted(work_row, row, sorter=order), len(work_row) - 1)
+    found = order[place]
+    return np.where((row >= 0) & (work_row[found] == row), found, NOTHING)

@@ -1,0 +1,116 @@
+"""`rankscope predict`: the table, the list, JSON, and what cannot be predicted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.analysis.replay.changes import CHANGES
+from rankscope.cli.main import main
+from tests.shared_data import H200, ROOT
+
+LAUNCH_BOUND = H200 / "launch_bound.json.gz"
+STRAGGLER = sorted(H200.glob("ddp_straggler_rank*.json.gz"))
+MEASURED_STEP = ("--step-ms", "14.75")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
+    assert main(["predict", *map(str, words)]) == status
+    return capsys.readouterr().out
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["predict", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and "next step: " in err
+    return err
+
+
+def delayed(path: Path) -> Path:
+    """In each step a kernel starts 20 ms after its launch, for no recorded reason, and the host waits for it."""
+    events: list[dict[str, Any]] = []
+    for step in range(4):
+        begin = step * 30_000
+        calls = [(f"ProfilerStep#{step}", "user_annotation", begin, 29_000, {})]
+        for number, (name, start) in enumerate((("gemm", 100), ("gemm", 200), ("gemm", 300), ("stuck", 20_400))):
+            tie = {"correlation": 10 * step + number + 1}
+            calls.append(("cudaLaunchKernel", "cuda_runtime", begin + 90 + 100 * number, 5, tie))
+            calls.append((name, "kernel", begin + start, 50, {**tie, "device": 0, "stream": 7}))
+        calls.append(("cudaDeviceSynchronize", "cuda_runtime", begin + 500, 20_000, {}))
+        events += [
+            {"ph": "X", "name": name, "cat": kind, "pid": 0, "tid": 7, "ts": start, "dur": long, "args": arguments}
+            for name, kind, start, long, arguments in calls
+        ]
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return path
+
+
+def test_changes_are_ranked_by_what_they_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    out = answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
+    assert "of the step would be saved if a step is launched as one CUDA graph and the optimizer is one kernel" in out
+    rows = [line.split()[0] for line in out.partition("gain\n")[2].splitlines() if line.endswith(" %")]
+    assert rows == ["graph+fused", "graph", "fused"]
+    assert "fused: fused=True for the optimizer; costs nothing" in out
+    assert "input: no step waits for its input" in out
+
+
+def test_the_ranks_of_a_job_are_replayed_together(capsys: pytest.CaptureFixture[str]) -> None:
+    out = answer(capsys, *STRAGGLER, "--with", "even", "--step-ms", "27.26")
+    assert "was recorded on 4 ranks" in out
+    assert "saved if the slowest rank works like its peers" in out
+
+
+def test_host_time_slowed_by_the_profiler_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--step-ms MS corrects it" in answer(capsys, LAUNCH_BOUND)
+    assert "without the profiler the host takes 62" in answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
+
+
+def test_nothing_to_gain_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "None of these changes would shorten the step." in answer(capsys, LAUNCH_BOUND, "--with", "input")
+
+
+def test_what_does_not_replay_is_not_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = delayed(tmp_path / "trace.json.gz")
+    out = answer(capsys, path, status=3)
+    assert "Cannot be predicted." in out and "It drifts apart before stuck." in out
+    read = json.loads(answer(capsys, path, "--json", status=3))
+    assert (read["usable"], read["predictions"]) == (False, [])
+
+
+def test_the_list_names_every_change(capsys: pytest.CaptureFixture[str]) -> None:
+    out = answer(capsys, "--list")
+    assert all(f"{change.name} " in out and change.remedy in out for change in CHANGES)
+    assert [one["name"] for one in json.loads(answer(capsys, "--list", "--json"))] == [one.name for one in CHANGES]
+
+
+def test_every_key_and_change_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "predict.md").read_text()
+    read = json.loads(answer(capsys, LAUNCH_BOUND, "--json"))
+    keys = {*read, *read["predictions"][0], *read["predictions"][0]["changes"][0]}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+    assert [change.name for change in CHANGES if f"| `{change.name}` |" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), "no trace is named"),
+        ((LAUNCH_BOUND, "--with", "magic"), "--with magic: there is no such change"),
+        ((LAUNCH_BOUND, "--step-ms", "0"), "a step takes longer than nothing"),
+        ((LAUNCH_BOUND, "--step-ms", "nan"), "a step takes longer than nothing"),
+        ((H200 / "nccl_world1_3steps.json.gz",), "no step was recorded as a whole"),
+    ],
+)
+def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], words: tuple[object, ...], reason: str) -> None:
+    assert reason in complaint(capsys, *words)
+
+
+def test_broken_files_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    broken = tmp_path / "trace.json"
+    broken.write_text("not a trace")
+    assert main(["predict", str(broken)]) == 2
+    assert str(broken) in capsys.readouterr().err
