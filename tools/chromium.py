@@ -46,6 +46,10 @@ def chromium() -> Path:
     return (Path(cache) if cache else home / "rankscope" / f"chromium-{platform.machine()}") / "chromium"
 
 
+class CallError(AssertionError):
+    """Chromium's answer is an error."""
+
+
 class Browser:
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = commands, answers
@@ -75,7 +79,8 @@ class Browser:
         while True:
             answer = self._receive()
             if answer.get("id") == self._calls:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise CallError(answer)
                 result: dict[str, Any] = answer["result"]
                 return result
             if answer.get("sessionId") in self._pages:
@@ -128,7 +133,16 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """Of an expression, or of its promise."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            try:
+                answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+                break
+            except CallError as error:
+                # Between two documents, nothing is evaluated.
+                if "Cannot find default execution context" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
