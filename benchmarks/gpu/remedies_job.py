@@ -121,12 +121,10 @@ def transformer_step(asked: argparse.Namespace, remedies: set[str], device: torc
 def distributed_step(asked: argparse.Namespace, remedies: set[str], device: torch.device) -> Callable[[], None]:
     shape = SimpleNamespace(width=asked.width, layers=4)
     setup = SimpleNamespace(asked=shape, device=device, fault=SimpleNamespace(in_forward=lambda: None))
-    model: nn.Module = network(setup)
-    if asked.kind == "fsdp2":
-        model = fully_sharded(model)  # type: ignore[arg-type]  # what network() returns
-    else:
-        megabytes = next((BUCKET_MEGABYTES[one] for one in remedies if one in BUCKET_MEGABYTES), 25.0)
-        model = DistributedDataParallel(model, bucket_cap_mb=megabytes)
+    megabytes = next((BUCKET_MEGABYTES[one] for one in remedies if one in BUCKET_MEGABYTES), 25.0)
+    plain = network(setup)
+    is_sharded = asked.kind == "fsdp2"
+    model: nn.Module = fully_sharded(plain) if is_sharded else DistributedDataParallel(plain, bucket_cap_mb=megabytes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randn(256, asked.width, device=device)
     is_slow = asked.straggler and "even" not in remedies and dist.get_rank() == SLOW_RANK

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from rankscope.analysis.quantities import quantity
+from rankscope.analysis.quantities import quantity, shorten
 from rankscope.analysis.replay.changes import CHANGES, Change
 from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, MOST_ERROR_RATIO, Forecast, forecast
@@ -34,6 +34,8 @@ What each change assumes: docs/predict.md.
 """
 _BY_NAME = {change.name: change for change in CHANGES}
 NS_PER_MS = 1e6
+# Names of kernels can be thousands of characters long.
+_NAME_CHARACTERS = 76
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = forecast(traces, changes, step_ns)
     except ReplayError as error:
-        return refuse(f"cannot be predicted: {error}; next step: record several whole steps of a job on a GPU")
+        hint = "record whole steps of a job on a GPU, as with rankscope capture --steps 5"
+        return refuse(f"cannot be predicted: {error}; next step: {hint}")
     if arguments.json:
         to_stdout(json.dumps(to_json(found, len(traces)), allow_nan=False))
     else:
@@ -119,23 +122,25 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
         console.print(Text("Cannot be predicted.", style="bold red"))
         limit = _percent(MOST_ERROR_RATIO)
         console.print(Text(f"{recorded}; the replay differs by {error}, more than {limit}."))
-        console.print(Text(f"It drifts apart before {found.diverges_at}."))
+        console.print(Text(f"It drifts apart before {shorten(found.diverges_at, _NAME_CHARACTERS)}."))
         return
     console.print(Text(_headline(found), style="bold"))
     console.print(Text(f"{recorded}; the replay differs by {error}", style="dim"))
     if found.host_factor < 1:
         factor = _percent(found.host_factor)
         console.print(Text(f"without the profiler the host takes {factor} of its recorded time", style="dim"))
-    elif step_ms is None:
-        console.print(Text("host time as recorded, slowed by the profiler; --step-ms MS corrects it", style="dim"))
+    else:
+        known = "; the device alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
+        console.print(Text(f"host time as recorded, slowed by the profiler{known}", style="dim"))
     console.print()
     table = make_table(("change", "step", "gain"), left=("change",))
     for one in found.predictions:
         if one.gain_ratio is not None:
             step = quantity((one.step_ns or 0.0) / 1000, "us")
             table.add_row(*map(Text, (one.name, step, _percent(one.gain_ratio))))
-    console.print(table)
-    console.print()
+    if table.row_count:
+        console.print(table)
+        console.print()
     for one in found.predictions:
         if one.gain_ratio is None:
             console.print(Text(f"{one.name}: {one.reason}", style="dim"))

@@ -69,6 +69,10 @@ def test_host_time_slowed_by_the_profiler_is_said(capsys: pytest.CaptureFixture[
     assert "without the profiler the host takes 62" in answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
 
 
+def test_a_busy_device_says_nothing_about_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the device alone takes the step's time" in answer(capsys, LAUNCH_BOUND, "--step-ms", "2")
+
+
 def test_nothing_to_gain_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "None of these changes would shorten the step." in answer(capsys, LAUNCH_BOUND, "--with", "input")
 

@@ -227,7 +227,7 @@ def _whole_steps(trace: Trace, steps: Steps, launches: Ints) -> tuple[int, int]:
     while last + 1 < len(steps) and (ratio := ratios[last + 1]) is not None and ratio >= enough:
         last += 1
     if last < first:
-        raise ReplayError("no step was recorded as a whole: record more steps")
+        raise ReplayError("no step was recorded as a whole")
     return first, last
 
 
