@@ -135,7 +135,9 @@ def test_a_file_one_may_not_read_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_progress_ends_with_everything_read(processes: int) -> None:
     seen: list[tuple[int, int]] = []
-    loaded = load_traces([H200], processes=processes, progress=lambda *done: seen.append(done))
+    names = ("gloo_2ranks_rank0", "gloo_2ranks_rank1", "nccl_world1_3steps")
+    paths = [H200 / f"{name}.json.gz" for name in names]
+    loaded = load_traces(paths, processes=processes, progress=lambda *done: seen.append(done))
     assert ranks(loaded) == [0, 1]
     assert [one.path.name for one in loaded.broken] == ["nccl_world1_3steps.json.gz"], "it is of rank 0 too"
     assert seen == [(1, 3), (2, 3), (3, 3)]
