@@ -37,12 +37,7 @@ def counted(asked: argparse.Namespace, environment: dict[str, str], probe: Path 
     with lab_job(
         "compile_job.py", words, cpu=asked.cpu, ranks=asked.ranks, environment=environment, probe=probe, label=label
     ) as job:
-        while job.running:
-            job.check()
-            if time.monotonic() > give_up_at:
-                raise BenchmarkError(f"{model} did not end in time: {job.log_tail(0)}")
-            time.sleep(0.1)
-        job.check()
+        job.wait(give_up_at)
         found = [job.fact(f"counts-{rank}.json") for rank in range(asked.ranks)]
     first = found[0]
     if first is None or any(one is None or _compared(one) != _compared(first) for one in found):

@@ -91,6 +91,15 @@ class LabJob:
             if process.poll():
                 raise BenchmarkError(f"rank {rank} ended with {process.returncode}: {self.log_tail(rank)}")
 
+    def wait(self, until_monotonic: float) -> None:
+        """Returns when all ranks have ended as they should; raises if one failed, or if the time is up."""
+        while self.running:
+            self.check()
+            if time.monotonic() > until_monotonic:
+                raise BenchmarkError(f"{self.folder.name} did not end in time: {self.log_tail(0)}")
+            time.sleep(0.1)
+        self.check()
+
     def log_tail(self, rank: int) -> str:
         return (self.folder / f"log-{rank}").read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from benchmarks.gpu.lab import RANKS, lab_job, multi_process_service, probe_folder
 from benchmarks.gpu.reporting import Report
-from benchmarks.running import BenchmarkError
 from benchmarks.statistics import median_of_ratios
 
 RATIO_AT_MOST = 1.01
@@ -27,12 +26,7 @@ def measure(asked: argparse.Namespace, report: Report, probe: Path, kind: str) -
     with multi_process_service() as environment:
         job = lab_job("plugin_cost_job.py", arguments, cpu=False, environment=environment, probe=probe, label=kind)
         with job as running:
-            give_up_at = time.monotonic() + LONGEST_SECONDS
-            while running.running:
-                running.check()
-                if time.monotonic() > give_up_at:
-                    raise BenchmarkError(f"{kind} did not end: {running.log_tail(0)}")
-                time.sleep(0.2)
+            running.wait(time.monotonic() + LONGEST_SECONDS)
             told = [running.fact(f"cost-{rank}.json") or {} for rank in range(RANKS)]
     on, off = (np.median([one[name] for one in told], axis=0) for name in ("on", "off"))
     ratio = median_of_ratios(on.tolist(), off.tolist())

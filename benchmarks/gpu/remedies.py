@@ -17,7 +17,6 @@ from pathlib import Path
 
 from benchmarks.gpu.lab import RANKS, lab_job, multi_process_service
 from benchmarks.gpu.reporting import Report
-from benchmarks.running import BenchmarkError
 
 LONGEST_SECONDS = 120.0
 
@@ -51,13 +50,7 @@ def measure(report: Report, name: str, cpu: bool, traces: Path) -> None:
         multi_process_service() as environment,
         lab_job("remedies_job.py", flags, cpu=cpu, ranks=job.ranks, environment=environment, label=name) as running,
     ):
-        give_up_at = time.monotonic() + min(LONGEST_SECONDS, max(report.seconds_left, 1))
-        while running.running:
-            running.check()
-            if time.monotonic() > give_up_at:
-                raise BenchmarkError(f"{name} did not end: {running.log_tail(0)}")
-            time.sleep(0.2)
-        running.check()
+        running.wait(time.monotonic() + min(LONGEST_SECONDS, max(report.seconds_left, 1)))
         told = [running.fact(f"remedies-{rank}.json") or {} for rank in range(job.ranks)]
         for path in sorted(running.folder.glob("*.json.gz")):
             shutil.copyfile(path, traces / f"{name}-{path.name}")

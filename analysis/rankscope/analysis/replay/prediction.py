@@ -43,7 +43,7 @@ class Forecast:
     recorded_step_ns: float  # while the profiler ran
     replayed_step_ns: float
     error_ratio: float
-    diverges_at: str  # the kernel before which recording and replay drift apart most
+    diverges_at: str  # the kernel before which recording and replay drift apart most; empty if the replay is usable
     step_ns: float  # that the predictions start from: without the profiler, if that is known
     host_factor: float  # the host's time without the profiler, as a share of its time with it
     predictions: tuple[Prediction, ...]  # largest gain first; none if the replay is too far off
@@ -64,13 +64,13 @@ def forecast(
     recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs)
     if recorded <= 0:
         raise ReplayError("its steps take no time")
-    made = Forecast(recorded, replayed, replayed / recorded - 1, _divergence(graphs, traces), replayed, 1.0, ())
+    made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, 1.0, ())
     if not made.is_usable:
-        return made
+        return replace(made, diverges_at=_divergence(graphs, traces))
     factor = _host_factor(graphs, replayed, true_step_ns)
     scaled = _scaled(graphs, factor)
     ranks = {rank: Traced(scaled[rank], traces[rank]) for rank in traces}
-    base = replayed_step_ns(scaled)
+    base = replayed if factor == 1.0 else replayed_step_ns(scaled)
     found = [_predict(ranks, tuple(one), base) for one in changes or [(one,) for one in CHANGES]]
     if changes is None:
         best = sorted((one for one in found if one.gain >= LEAST_GAIN_RATIO), key=lambda one: -one.gain)[:2]

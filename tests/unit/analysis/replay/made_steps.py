@@ -68,25 +68,23 @@ class Machine:
         return make_trace(self.events, rank=self.rank)
 
 
-def launch_bound(steps: int = 5, kernels: int = 50) -> Trace:
+def launch_bound() -> Trace:
     """A host that takes 46 µs + 4 µs a launch, of kernels of 10 µs: 2.5 ms a step."""
-    machine = Machine()
-    for step in range(steps):
-        began = machine.now
-        for _ in range(kernels):
-            machine.work(46.0)
-            machine.launch("elementwise_kernel", 10.0)
-        machine.annotate(f"ProfilerStep#{step}", began)
-    return machine.trace()
+    return launching(host_us=46.0, kernel_us=10.0)
 
 
-def device_bound(steps: int = 5, kernels: int = 50, queue_limit: int = 1 << 30) -> Trace:
+def device_bound(steps: int = 5, queue_limit: int = 1 << 30) -> Trace:
     """Kernels of 98.5 µs, 1.5 µs between them: 5 ms a step, while the host needs 0.5 ms."""
+    return launching(host_us=6.0, kernel_us=98.5, steps=steps, queue_limit=queue_limit)
+
+
+def launching(host_us: float, kernel_us: float, steps: int = 5, queue_limit: int = 1 << 30) -> Trace:
+    """Steps of 50 kernels."""
     machine = Machine(queue_limit)
     for step in range(steps):
         began = machine.now
-        for _ in range(kernels):
-            machine.work(6.0)
-            machine.launch("gemm", 98.5)
+        for _ in range(50):
+            machine.work(host_us)
+            machine.launch("gemm", kernel_us)
         machine.annotate(f"ProfilerStep#{step}", began)
     return machine.trace()
