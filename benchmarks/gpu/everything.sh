@@ -17,7 +17,7 @@ OVERHEAD_SECONDS=${OVERHEAD_SECONDS:-270}
 COMPILE_SECONDS=${COMPILE_SECONDS:-240}
 HANGS_SECONDS=${HANGS_SECONDS:-300}
 captures_flags=() counters_flags=(${COUNTERS_FLAGS:-}) aftermath_flags=()
-verdicts_flags=(${VERDICTS_FLAGS:---repeat 2 --parallel 2}) overhead_flags=(${OVERHEAD_FLAGS:-}) compile_flags=(${COMPILE_FLAGS:-}) hangs_flags=() remedies_flags=()
+verdicts_flags=(${VERDICTS_FLAGS:---repeat 2 --parallel 2}) overhead_flags=(${OVERHEAD_FLAGS:-}) compile_flags=(${COMPILE_FLAGS:-}) hangs_flags=() remedies_flags=(${REMEDIES_FLAGS:-})
 if [ "${1:-}" = --dry ]; then
     shift
     captures_flags+=(--cpu)

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.gpu.lab import RANKS, lab_job, multi_process_service
 from benchmarks.gpu.reporting import Report
 
-LONGEST_SECONDS = 120.0
+LONGEST_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,23 @@ class Job:
     ranks: int = 1
 
 
+BATCHES = "--variants base,batch2,batch4,batch8 --traced base,batch2,batch4,batch8 --memory"
 JOBS = {
-    "small": Job("--shape small --variants base,fused,forloop,graph,graph+fused,bf16,batch2,recompute --steps 20"),
+    "small": Job(
+        "--shape small --variants base,fused,forloop,graph,graph+fused,bf16,compiled,batch2,accumulate4,recompute"
+        " --traced base,bf16,compiled,graph,recompute --steps 20"
+    ),
     "small_forloop": Job("--shape small --variants forloop,base,fused --traced forloop --rounds 3"),
     "small_stacks": Job("--shape small --variants base --rounds 1 --stacks"),
-    "large": Job("--shape large --variants base,fused,graph,bf16,bf16+fused,batch2,recompute --steps 5 --rounds 4"),
+    "large": Job(
+        "--shape large --variants base,fused,graph,bf16,bf16+fused,tf32,compiled,batch2,accumulate4,recompute"
+        " --traced base,bf16 --steps 4 --rounds 4"
+    ),
+    "batch_small": Job(f"--shape small {BATCHES} --rounds 3"),
+    "batch_large": Job(f"--shape large {BATCHES} --rounds 2 --steps 4"),
     "input": Job("--shape small --reads --workers 1 --variants base,workers2,workers8 --steps 20 --rounds 3"),
     "input_main": Job("--shape small --reads --workers 0 --variants base,workers8 --steps 20 --rounds 3"),
-    "ddp": Job("--kind ddp --variants base,bucket1,bucket100", RANKS),
+    "ddp": Job("--kind ddp --variants base,bucket1,bucket100,compressed,accumulate4 --steps 12", RANKS),
     "ddp_straggler": Job("--kind ddp --straggler --variants base,even", RANKS),
     "fsdp2": Job("--kind fsdp2 --variants base", RANKS),
     "hf": Job("--kind hf", RANKS),

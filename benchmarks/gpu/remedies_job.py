@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from frameworks import captured, fully_sharded, hugging_face, network
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +30,6 @@ from training import Block
 
 # layers, width, sequence, batch
 SHAPES = {"small": (12, 256, 128, 8), "large": (8, 1536, 512, 8), "tiny": (2, 64, 16, 2)}
-BUCKET_MEGABYTES = {"bucket1": 1.0, "bucket100": 100.0}
 SLOW_SECONDS, SLOW_RANK = 0.020, 2
 READ_SECONDS = 0.002
 WARM_UP_STEPS = 8
@@ -62,18 +62,24 @@ class Samples(Dataset[Any]):
         return self._sample
 
 
+def number_in(remedies: set[str], name: str, default: int) -> int:
+    """Of a remedy such as batch4."""
+    numbers = [one.removeprefix(name) for one in remedies if one.startswith(name)]
+    return next((int(number) for number in numbers if number.isdigit()), default)
+
+
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
 def batches(asked: argparse.Namespace, remedies: set[str], device: torch.device) -> Iterator[torch.Tensor]:
     _, width, sequence, size = SHAPES[asked.shape]
-    size *= 2 if "batch2" in remedies else 1
+    size *= number_in(remedies, "batch", 1)
     if not asked.reads:
         fixed = torch.randn(size, sequence, width, device=device)
         while True:
             yield fixed
-    workers = next((int(one[len("workers") :]) for one in remedies if one.startswith("workers")), asked.workers)
+    workers = number_in(remedies, "workers", asked.workers)
     loader = DataLoader(
         Samples((sequence, width)),
         batch_size=size,
@@ -99,13 +105,20 @@ def transformer_step(asked: argparse.Namespace, remedies: set[str], device: torc
     )
     source = batches(asked, remedies, device)
     inputs = next(source).clone()
+    forward = torch.compile(model) if "compiled" in remedies else model
+    micro_batches = number_in(remedies, "accumulate", 1)
+    turn = 0
 
     def compute(batch: torch.Tensor) -> None:
-        optimizer.zero_grad(set_to_none=not is_graph)
+        nonlocal turn
+        turn += 1
+        torch.backends.cuda.matmul.allow_tf32 = "tf32" in remedies
         with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in remedies):
-            loss = loss_of(model(batch))
+            loss = loss_of(forward(batch))
         loss.backward()
-        optimizer.step()
+        if turn % micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not is_graph)
 
     if not is_graph or device.type == "cpu":
         return lambda: compute(next(source))
@@ -121,20 +134,30 @@ def transformer_step(asked: argparse.Namespace, remedies: set[str], device: torc
 def distributed_step(asked: argparse.Namespace, remedies: set[str], device: torch.device) -> Callable[[], None]:
     shape = SimpleNamespace(width=asked.width, layers=4)
     setup = SimpleNamespace(asked=shape, device=device, fault=SimpleNamespace(in_forward=lambda: None))
-    megabytes = next((BUCKET_MEGABYTES[one] for one in remedies if one in BUCKET_MEGABYTES), 25.0)
+    megabytes = number_in(remedies, "bucket", 25)
     plain = network(setup)
     is_sharded = asked.kind == "fsdp2"
     model: nn.Module = fully_sharded(plain) if is_sharded else DistributedDataParallel(plain, bucket_cap_mb=megabytes)
+    if isinstance(model, DistributedDataParallel) and "compressed" in remedies and device.type == "cuda":
+        model.register_comm_hook(None, bf16_compress_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randn(256, asked.width, device=device)
+    micro_batches = number_in(remedies, "accumulate", 1)
+    turn = 0
     is_slow = asked.straggler and "even" not in remedies and dist.get_rank() == SLOW_RANK
 
     def step() -> None:
+        nonlocal turn
+        turn += 1
         if is_slow:
             time.sleep(SLOW_SECONDS)
-        optimizer.zero_grad()
+        if turn % micro_batches:
+            with model.no_sync():
+                loss_of(model(batch)).backward()
+            return
         loss_of(model(batch)).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -156,7 +179,7 @@ class TrainerSteps:
             passed, self._began = time.perf_counter() - self._began, time.perf_counter()
             if self._count > WARM_UP_STEPS:
                 self._millis = passed / timed_steps * 1e3
-                self._profiler = profiler_of(self._asked.stacks, self._device)
+                self._profiler = profiler_of(self._asked, self._device)
                 self._profiler.start()
         elif self._profiler is not None:
             self._profiler.step()
@@ -199,18 +222,18 @@ def timed(step: Callable[[], None], count: int, device: torch.device) -> float:
     return (time.perf_counter() - began) / count * 1e3
 
 
-def profiler_of(stacks: bool, device: torch.device) -> torch.profiler.profile:
+def profiler_of(asked: argparse.Namespace, device: torch.device) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=0, warmup=WARM_UP_TRACED, active=TRACED_STEPS, repeat=1)
     return torch.profiler.profile(
-        activities=activities, schedule=schedule, record_shapes=True, with_stack=stacks, profile_memory=stacks
+        activities=activities, schedule=schedule, record_shapes=True, with_stack=asked.stacks, profile_memory=asked.stacks or asked.memory
     )
 
 
-def trace(step: Callable[[], None], path: Path, stacks: bool, device: torch.device) -> None:
-    with profiler_of(stacks, device) as profiler:
+def trace(step: Callable[[], None], path: Path, asked: argparse.Namespace, device: torch.device) -> None:
+    with profiler_of(asked, device) as profiler:
         for _ in range(WARM_UP_TRACED + TRACED_STEPS):
             step()
             profiler.step()
@@ -233,6 +256,7 @@ def main() -> None:
         "--straggler", action="store_true", help="rank 2 sleeps in each step, but for the variant `even`"
     )
     parser.add_argument("--stacks", action="store_true", help="traces with Python stacks and memory")
+    parser.add_argument("--memory", action="store_true", help="traces with memory")
     parser.add_argument("--cpu", action="store_true")
     asked = parser.parse_args()
     device = torch.device("cpu" if asked.cpu else "cuda:0")
@@ -261,7 +285,7 @@ def main() -> None:
             timed(step, 2, device)
             turns[name].append(timed(step, asked.steps, device))
     for name in filter(None, asked.traced.split(",")):
-        trace(steps[name], asked.folder / f"{name}-{rank}.json.gz", asked.stacks, device)
+        trace(steps[name], asked.folder / f"{name}-{rank}.json.gz", asked, device)
     told = {
         "milliseconds": {name: statistics.median(millis) for name, millis in turns.items()},
         "turns": turns,

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from rankscope.analysis.replay.graph import NOTHING, WORK_COLUMNS, Graph
+from rankscope.analysis.replay.bucket_changes import other_buckets
+from rankscope.analysis.replay.compute_changes import (
+    accumulated,
+    bf16,
+    double_batch,
+    faster_kernels,
+    fused_operators,
+    recomputed,
+    tf32,
+)
+from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, each, of_launch, without_work
+from rankscope.analysis.replay.graph import NOTHING, Graph
 from rankscope.analysis.replay.replay import replay
-from rankscope.analysis.stats.robust import Bools
 from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.steps import OPTIMIZER_STEP
 from rankscope.analysis.traces.trace import Category, Trace
@@ -30,31 +41,13 @@ _LINK_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class Traced:
-    """One rank: its graph, and the trace that it was made of."""
-
-    graph: Graph
-    trace: Trace
-
-
-Ranks = Mapping[int, Traced]
-
-
-class NotApplicableError(Exception):
-    """The change makes no sense for this job; the text says why."""
-
-
-@dataclass(frozen=True)
 class Change:
     name: str
     what: str  # is then the case
     remedy: str  # what to do for it
     costs: str
     apply: Callable[[Ranks], Ranks]  # raises NotApplicableError
-
-
-def _each(change: Callable[[Traced], Graph]) -> Callable[[Ranks], Ranks]:
-    return lambda ranks: {rank: replace(one, graph=change(one)) for rank, one in ranks.items()}
+    samples: int = 1  # in a step, as a multiple of those before
 
 
 def _without_input(rank: Traced) -> Graph:
@@ -64,28 +57,11 @@ def _without_input(rank: Traced) -> Graph:
     return replace(graph, gap_ns=graph.gap_ns - graph.input_ns, input_ns=np.zeros_like(graph.input_ns))
 
 
-def _without_work(graph: Graph, dropped: Bools) -> Graph:
-    """Nothing that stays may wait for what is dropped: such waits are dropped too."""
-    kept = np.flatnonzero(~dropped)
-    position = np.where(dropped, NOTHING, np.cumsum(~dropped) - 1)
-    waits = ~dropped[graph.later] & ~dropped[graph.earlier]
-    waits_for = np.where(graph.waits_for == NOTHING, NOTHING, position[graph.waits_for])
-    return replace(
-        graph,
-        **{name: getattr(graph, name)[kept] for name in WORK_COLUMNS},
-        later=position[graph.later[waits]],
-        earlier=position[graph.earlier[waits]],
-        waits_for=waits_for,
-    )
-
-
 def _fused_optimizer(rank: Traced) -> Graph:
     """The work of each step's optimizer becomes one kernel; the host's operators for it become one."""
     graph, trace = rank.graph, rank.trace
     share = _fused_share(trace)
-    mine = np.zeros(len(graph.launch), dtype=bool)
-    known = graph.launch != NOTHING
-    mine[known] = graph.in_optimizer[graph.launch[known]]
+    mine = of_launch(graph, graph.in_optimizer)
     if not mine.any():
         raise NotApplicableError("no work of an optimizer is in the trace")
     names = {trace.names[name] for name in np.unique(trace.name[graph.work_row[mine]]).tolist()}
@@ -101,7 +77,7 @@ def _fused_optimizer(rank: Traced) -> Graph:
         gap[calls] -= operators[calls]
         own[calls] = operators[calls] = 0
     fused = replace(graph, duration_ns=duration, gap_ns=gap, own_ns=own, optimizer_ns=operators)
-    return _without_work(fused, mine & ~first)
+    return without_work(fused, mine & ~first)
 
 
 def _fused_share(trace: Trace) -> float:
@@ -184,41 +160,107 @@ def waits_ns(ranks: Ranks) -> dict[int, int]:
     return waits
 
 
+def faster(pattern: str, factor: float) -> Change:
+    """Kernels whose name contains the pattern take less time by the factor."""
+    return Change(
+        f"{pattern}*{factor:g}",
+        f"kernels named {pattern} are {factor:g} times as fast",
+        "better kernels",
+        "unknown",
+        each(partial(faster_kernels, pattern=pattern, factor=factor)),
+    )
+
+
+def bucket(cap_mb: int) -> Change:
+    return Change(
+        f"bucket{cap_mb}",
+        f"DDP's buckets hold {cap_mb} MB",
+        f"bucket_cap_mb={cap_mb} for DistributedDataParallel",
+        "nothing",
+        partial(other_buckets, cap_mb=cap_mb),
+    )
+
+
 CHANGES = (
     Change(
         "input",
         "no step waits for its next batch",
         "more workers for the DataLoader (num_workers, persistent_workers=True, prefetch_factor), pinned memory",
         "memory and cores of the host",
-        _each(_without_input),
+        each(_without_input),
     ),
     Change(
         "fused",
         "the optimizer is one kernel",
         "fused=True for the optimizer",
         "nothing",
-        _each(_fused_optimizer),
+        each(_fused_optimizer),
     ),
     Change(
         "graph",
         "a step is launched as one CUDA graph",
         "torch.compile(mode='reduce-overhead') or torch.cuda.graph, with capturable=True for the optimizer",
         "memory of its own for the graph, and shapes that do not change",
-        _each(_cuda_graph),
+        each(_cuda_graph),
+    ),
+    Change(
+        "bf16",
+        "matrix products run in bf16",
+        "torch.autocast('cuda', torch.bfloat16) around the forward pass",
+        "accuracy of activations and gradients",
+        each(bf16),
+    ),
+    Change(
+        "tf32",
+        "matrix products run in TF32",
+        "torch.set_float32_matmul_precision('high')",
+        "accuracy: 10 bits of the products' inputs in place of 23",
+        each(tf32),
+    ),
+    Change(
+        "compile",
+        "neighbouring kernels that only move data are one",
+        "torch.compile",
+        "time to compile at the start, and again when shapes change",
+        each(fused_operators),
+    ),
+    Change(
+        "batch2",
+        "a step has twice as many samples",
+        "a batch of twice the size",
+        "memory for activations, and a learning rate for the larger batch",
+        each(double_batch),
+        samples=2,
+    ),
+    Change(
+        "accumulate4",
+        "the optimizer runs after every fourth batch",
+        "gradient accumulation over 4 batches, under no_sync() with DDP",
+        "a learning rate for the larger batch",
+        each(accumulated),
+    ),
+    Change(
+        "recompute",
+        "activations are computed again for the backward pass",
+        "torch.utils.checkpoint around each layer",
+        "nothing; it frees the memory of activations",
+        each(recomputed),
     ),
     Change(
         "overlap",
         "nothing waits for communication",
         "collectives that start earlier: DDP's buckets, FSDP's prefetch, async_op=True",
         "memory for what is fetched ahead",
-        _each(_perfect_overlap),
+        each(_perfect_overlap),
     ),
+    bucket(5),
+    bucket(100),
     Change(
         "link",
         "communication takes half as long",
         "gradients in bf16 (DDP's bf16_compress_hook, FSDP's MixedPrecisionPolicy), or a link of twice the bandwidth",
         "accuracy of the gradients",
-        _each(_faster_link),
+        each(_faster_link),
     ),
     Change(
         "even",

@@ -20,7 +20,15 @@ from rankscope.analysis.traces.breakdown import device_rows, traced_launch_ratio
 from rankscope.analysis.traces.idle_time import INPUT
 from rankscope.analysis.traces.intervals import Intervals, contains, covered_until, intersection, union, unite
 from rankscope.analysis.traces.kernels import classify, names_like
-from rankscope.analysis.traces.steps import NO_STEP, OPTIMIZER_STEP, Steps, find_steps, first_whole, launch_rows
+from rankscope.analysis.traces.steps import (
+    BACKWARD,
+    NO_STEP,
+    OPTIMIZER_STEP,
+    Steps,
+    find_steps,
+    first_whole,
+    launch_rows,
+)
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 NOTHING = -1
@@ -39,6 +47,7 @@ _LONG_AGO = np.iinfo(np.int64).min // 2
 _APART_NS = 1_000_000
 _SYNCHRONISE_DEVICE = re.compile(r"(cuda|hip|cu)(Device|Ctx|Context)Synchronize")
 _SYNCHRONISE = re.compile(r"(cuda|hip|cu)(Stream|Event)Synchronize|(cuda|hip)Memcpy$")
+_WITHIN_DEVICE = re.compile(r"Memcpy (DtoD|PtoP)|CopyDeviceToDevice")
 _WAIT_EVENT = re.compile(r"(cuda|hip|cu)StreamWaitEvent")
 
 # Work, and the work of another stream that it waits for.
@@ -70,6 +79,7 @@ class Graph:
     input_ns: Ints  # part of the gap: waiting for the next batch
     optimizer_ns: Ints  # part of the gap: in operators of the optimizer
     apart_ns: Ints  # part of the gap: long stretches outside of operators, which launch nothing
+    in_backward: Bools
     in_optimizer: Bools
     call_step: Ints
     waits_for: Ints  # work whose end the call waits for; NOTHING if it does not wait
@@ -99,6 +109,10 @@ class Graph:
         return int(self.stream.max(initial=-1)) + 1
 
 
+CALL_COLUMNS = (
+    *("call_row", "call_start_ns", "gap_ns", "call_end_ns", "own_ns", "input_ns", "optimizer_ns", "apart_ns"),
+    *("in_backward", "in_optimizer", "call_step", "waits_for", "waits_for_all"),
+)
 WORK_COLUMNS = (
     *("work_row", "stream", "launch", "start_ns", "duration_ns", "kind", "work_step"),
     *("collective", "transfer_ns"),
@@ -150,7 +164,9 @@ def build_graph(trace: Trace) -> Graph:
     marks = trace.of(Category.USER_ANNOTATION, Category.PYTHON, Category.CPU_OP) & (trace.stream == ABSENT)
     inputs = _spans(trace, marks & names_like(trace, INPUT)[trace.name])
     optimizer = _spans(trace, marks & names_like(trace, OPTIMIZER_STEP)[trace.name])
-    operators = _spans(trace, trace.of(Category.CPU_OP) & (trace.stream == ABSENT))
+    is_operator = trace.of(Category.CPU_OP) & (trace.stream == ABSENT)
+    operators = _spans(trace, is_operator)
+    backward = _spans(trace, is_operator & names_like(trace, BACKWARD)[trace.name])
     gap = call_start - before
     apart = gap - _overlap(unite(operators, optimizer, inputs), before, call_start)
     call_step = steps.at(call_start)
@@ -164,6 +180,7 @@ def build_graph(trace: Trace) -> Graph:
         input_ns=_overlap(inputs, before, call_start),
         optimizer_ns=_overlap(intersection(optimizer, operators), before, call_start),
         apart_ns=np.where(apart > _APART_NS, apart, 0),
+        in_backward=contains(backward, call_start),
         in_optimizer=contains(optimizer, call_start),
         call_step=call_step,
         waits_for=waits_for,
@@ -321,7 +338,8 @@ def _host_waits(trace: Trace, recorded: _Recorded) -> Ints:
     """Per call, the work whose end it waits for."""
     waits_for = np.full(len(recorded.call_row), NOTHING)
     # A copy from or to memory that is not pinned has ended when its call returns.
-    copies = np.flatnonzero((recorded.launch != NOTHING) & trace.of(Category.MEMCPY)[recorded.work_row])
+    is_copy = trace.of(Category.MEMCPY) & ~names_like(trace, _WITHIN_DEVICE)[trace.name]
+    copies = np.flatnonzero((recorded.launch != NOTHING) & is_copy[recorded.work_row])
     call = recorded.launch[copies]
     returned = recorded.call_end[call]
     is_blocking = (recorded.end[copies] <= returned) & (returned - recorded.call_start[call] > _WAITED_NS)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.replay.changes import CHANGES, Change, NotApplicableError, Ranks, Traced
+from rankscope.analysis.replay.changes import CHANGES, Change
+from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced
 from rankscope.analysis.replay.graph import Graph, ReplayError
 from rankscope.analysis.replay.job import build_graphs, recorded_step_ns, replayed_step_ns
 from rankscope.analysis.replay.replay import replay
@@ -25,7 +26,7 @@ _BISECTIONS = 30
 class Prediction:
     changes: tuple[Change, ...]
     step_ns: float | None  # None if it does not apply
-    gain_ratio: float | None  # of the step; below 0 if it becomes longer
+    gain_ratio: float | None  # of the time of a sample; below 0 if it becomes longer
     reason: str = ""  # why it does not apply
 
     @property
@@ -99,7 +100,8 @@ def _predict(ranks: Ranks, changes: tuple[Change, ...], base: float) -> Predicti
     except NotApplicableError as reason:
         return Prediction(changes, None, None, str(reason))
     step = replayed_step_ns({rank: one.graph for rank, one in ranks.items()})
-    return Prediction(changes, step, 1 - step / base)
+    samples = math.prod(change.samples for change in changes)
+    return Prediction(changes, step, 1 - step / samples / base)
 
 
 def _scaled(graphs: Mapping[int, Graph], factor: float) -> dict[int, Graph]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -36,6 +36,8 @@ _TENSOR_CORE = re.compile(
     re.IGNORECASE,
 )
 TOP = 20
+# xmma kernels of FP32, without tensor cores.
+_NO_TENSOR_CORE = re.compile(r"_[df]fma_|simt_", re.IGNORECASE)
 # FP32 matrix products without tensor cores. A name that indicates tensor cores takes precedence.
 _PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
 _DENSE = re.compile(
@@ -50,6 +52,9 @@ _MOVING = re.compile(
     re.IGNORECASE,
 )
 _FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
+# Tensor cores with TF32: of cuBLAS, of CUTLASS (s1688gemm without a format), and nvjet with inputs of 32 bits.
+_TF32 = re.compile(r"tf32|tensorop_s1688gemm(?!_\w*f16)|nvjet_(sm\d+_)?s", re.IGNORECASE)
+_FP32_ATTENTION = re.compile(r"fmha_cutlass[FB]_f32")
 
 
 class Kind(IntEnum):
@@ -80,7 +85,8 @@ def host_communication(trace: Trace) -> Bools:
 
 def tensor_core(trace: Trace) -> Bools:
     """Kernels that, by their name, run on tensor or matrix cores."""
-    return trace.of(Category.KERNEL) & names_like(trace, _TENSOR_CORE, anywhere=True)[trace.name]
+    names = names_like(trace, _TENSOR_CORE, anywhere=True) & ~names_like(trace, _NO_TENSOR_CORE, anywhere=True)
+    return trace.of(Category.KERNEL) & names[trace.name]
 
 
 def names_like(trace: Trace, pattern: re.Pattern[str], *, anywhere: bool = False) -> Bools:
@@ -146,6 +152,42 @@ def _own_durations(trace: Trace, rows: Ints) -> Ints:
     return own
 
 
+@dataclass(frozen=True)
+class KernelGroups:
+    """One entry a kernel: what it does, by its name."""
+
+    is_on_tensor_cores: Bools
+    is_dense: Bools  # matrix products, convolutions, attention
+    is_plain_matrix: Bools  # FP32 matrix products without tensor cores
+    is_tf32: Bools
+    is_fp32_attention: Bools
+    is_moving: Bools  # only moves data: elementwise, copies, norms, reductions, memory sets
+    is_unfused: Bools  # moving, and not fused by a compiler
+
+
+def group_kernels(trace: Trace, rows: Ints) -> KernelGroups:
+    """Of rows of computation."""
+    names, name_of = np.unique(trace.name[rows], return_inverse=True)
+
+    def like(pattern: re.Pattern[str]) -> Bools:
+        # Only names of kernels: a trace has many more, and these patterns are slow.
+        return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()], dtype=bool)[name_of]
+
+    is_set = trace.of(Category.MEMSET)[rows]
+    on_tensor_cores = tensor_core(trace)[rows]
+    dense = like(_DENSE) | on_tensor_cores
+    moving = (like(_MOVING) & ~dense) | is_set
+    return KernelGroups(
+        is_on_tensor_cores=on_tensor_cores,
+        is_dense=dense,
+        is_plain_matrix=like(_PLAIN_MATRIX) & ~on_tensor_cores,
+        is_tf32=like(_TF32) & on_tensor_cores,
+        is_fp32_attention=like(_FP32_ATTENTION),
+        is_moving=moving,
+        is_unfused=moving & ~is_set & ~like(_FUSED),
+    )
+
+
 def summarize_compute(trace: Trace) -> ComputeSummary | None:
     """None if there are no computation kernels."""
     rows = np.flatnonzero(classify(trace) == Kind.COMPUTE)
@@ -154,26 +196,16 @@ def summarize_compute(trace: Trace) -> ComputeSummary | None:
     total = float(duration.sum())
     if total <= 0 or is_set.all():
         return None
-    names, name_of = np.unique(trace.name[rows], return_inverse=True)
-
-    def like(pattern: re.Pattern[str]) -> Bools:
-        # Only names of kernels: a trace has many more, and these patterns are slow.
-        return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()])[name_of]
-
-    on_tensor_cores = tensor_core(trace)[rows]
-    dense = like(_DENSE) | on_tensor_cores
-    moving = (like(_MOVING) & ~dense) | is_set
-    plain = like(_PLAIN_MATRIX) & ~on_tensor_cores
-    unfused = moving & ~is_set & ~like(_FUSED)
+    groups = group_kernels(trace, rows)
 
     def share(which: Bools) -> float:
         return float(duration[which].sum()) / total
 
     return ComputeSummary(
-        moving_ratio=share(moving),
-        unfused_ratio=share(unfused),
-        plain_matrix_ratio=share(plain),
-        tensor_core_ratio=share(on_tensor_cores),
+        moving_ratio=share(groups.is_moving),
+        unfused_ratio=share(groups.is_unfused),
+        plain_matrix_ratio=share(groups.is_plain_matrix),
+        tensor_core_ratio=share(groups.is_on_tensor_cores),
         kernel_median_us=float(np.median(duration[~is_set])) / 1000,
         kernel_count=int((~is_set).sum()),
     )

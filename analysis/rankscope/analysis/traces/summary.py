@@ -46,7 +46,7 @@ def summarize(
         rank=rank,
         file=file,
         backend=trace.backend,
-        device=_device(trace),
+        device=device_name(trace),
         world_size=trace.world_size,
         on_host=breakdown.on_host,
         span_us=breakdown.span_ns / 1000,
@@ -125,8 +125,8 @@ def _idle(idle: IdleParts) -> IdleSplit:
     )
 
 
-def _device(trace: Trace) -> str:
-    """The name of the device that ran the most kernels."""
+def device_name(trace: Trace) -> str:
+    """Of the device that ran the most kernels; empty if it is not known."""
     used = trace.device[trace.of(Category.KERNEL)]
     used = used[used >= 0]
     index = int(np.bincount(used).argmax()) if len(used) and used.max() < 4096 else None

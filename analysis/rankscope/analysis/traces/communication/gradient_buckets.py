@@ -28,8 +28,6 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
 MEBIBYTE = 1 << 20
 CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
-# DDP closes its first bucket early, so that communication starts soon.
-FIRST_BUCKET_BYTES = MEBIBYTE
 DEFAULT_CAP_MB = 25
 # The maximum error of the model, as a share of the exposed time or (if little is exposed) of the communication time.
 TOLERANCE_EXPOSED = 0.15
@@ -54,6 +52,7 @@ class Buckets:
     ready_ns: Ints  # when its last gradient was computed
     measured: Bools
     gradient_bucket: Ints  # one row per gradient, in order: the bucket that holds it
+    gradient_called_ns: Ints  # when the host ran its hook
     gradient_ready_ns: Ints
     steps: Steps
     backward_began_ns: Ints  # per step: when its forward pass was computed
@@ -125,6 +124,7 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
         ready_ns=computed_until(trace, called),
         measured=collectives.measured[rows],
         gradient_bucket=bucket[held],
+        gradient_called_ns=hooked[held],
         gradient_ready_ns=computed_until(trace, hooked[held]),
         steps=steps,
         backward_began_ns=_backward_began(trace, steps),
@@ -135,13 +135,14 @@ def predict_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_
     """None if there are no buckets."""
     if not len(buckets):
         return None
-    chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
-    most = max(len(rows) for rows in chosen)
-    chosen = [rows for rows in chosen if len(rows) == most]  # a step that the trace cut has fewer
-    computing = compute_intervals(trace)
-    steps = [_step(buckets, rows, computing) for rows in chosen]
-    everything = np.concatenate(chosen)
-    now = _current_buckets(buckets, steps)
+    everywhere = compute_intervals(trace)
+    steps = gradients_of_steps(buckets)
+    computing = [_computing(buckets, step, everywhere) for step in steps]
+    everything = np.concatenate([step.buckets for step in steps])
+    measured = np.array(
+        [_uncovered(_transfers(buckets, step), part) for step, part in zip(steps, computing, strict=True)], dtype=float
+    )
+    now = _current_buckets(buckets, steps, float(np.median(measured)))
     if not buckets.measured[everything].all():
         return replace(now, reason="the trace has the calls but not the transfers")
     if np.any(buckets.bytes[everything] <= 0):
@@ -149,9 +150,13 @@ def predict_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_
     fit = _fit(buckets)
     if not fit.is_fitted:
         return replace(now, reason=f"latency and bandwidth are unknown: {fit.reason}")
-    lanes = max(_lanes(buckets, rows) for rows in chosen)
-    measured = np.array([_measured_exposed(buckets, step) for step in steps])
-    modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.computing) for step in steps])
+    lanes = max(_lanes(buckets, step.buckets) for step in steps)
+    modelled = np.array(
+        [
+            _exposed(step.bucket_ready_ns, step.bucket_bytes, fit, lanes, part)
+            for step, part in zip(steps, computing, strict=True)
+        ]
+    )
     error = float(np.median(np.abs(modelled - measured)))
     now = replace(now, modelled_exposed_ns=float(np.median(modelled)), error_ns=error)
     allowed = max(TOLERANCE_EXPOSED * now.exposed_ns, TOLERANCE_COMMUNICATION * now.communication_ns)
@@ -161,7 +166,7 @@ def predict_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_
             reason=f"the model is off by {error / 1e6:.2f} ms of {now.exposed_ns / 1e6:.2f} ms exposed; "
             f"the limit is {allowed / 1e6:.2f} ms",
         )
-    predictions = tuple(_predict(cap, steps, fit, lanes) for cap in CAPS_MB)
+    predictions = tuple(_predict(cap, steps, computing, fit, lanes) for cap in CAPS_MB)
     return _recommend(replace(now, predictions=predictions), policy)
 
 
@@ -211,84 +216,110 @@ def _call_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One step's buckets, and its gradients: the pieces that a cap cannot split."""
+class Gradients:
+    """One step's buckets, and its gradients: the pieces that a cap cannot split. A bucket without known gradients is
+    one piece."""
 
-    rows: Ints  # rows of Buckets
+    number: int  # of the step
+    buckets: Ints  # rows of Buckets
+    bucket_ready_ns: Floats
+    bucket_bytes: Floats
+    called_ns: Ints  # one entry a gradient, in order
     ready_ns: Floats
-    bytes: Floats
-    piece_ready_ns: Floats
-    piece_bytes: Floats
-    piece_bucket: Ints  # position in rows
-    computing: Intervals
+    bytes: Floats  # in proportion to the time that it took to compute
+    bucket: Ints  # position in `buckets`
 
 
-def _step(buckets: Buckets, rows: Ints, computing: Intervals) -> _Step:
+def gradients_of_steps(buckets: Buckets) -> list[Gradients]:
+    """Without steps that the trace cut, which have fewer buckets."""
+    chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
+    most = max((len(rows) for rows in chosen), default=0)
+    return [_gradients(buckets, rows) for rows in chosen if len(rows) == most]
+
+
+def _gradients(buckets: Buckets, rows: Ints) -> Gradients:
     ready = np.maximum.accumulate(buckets.ready_ns[rows])
     mine = np.isin(buckets.gradient_bucket, rows)
     holder = np.searchsorted(rows, buckets.gradient_bucket[mine])
     piece_ready = np.minimum(buckets.gradient_ready_ns[mine], ready[holder])
-    # A bucket without known gradients is one piece.
     unseen = np.setdiff1d(np.arange(len(rows)), holder)
     holder = np.concatenate([holder, unseen])
     piece_ready = np.concatenate([piece_ready, ready[unseen]])
+    called = np.concatenate([buckets.gradient_called_ns[mine], buckets.called_ns[rows[unseen]]])
     order = np.lexsort((piece_ready, holder))
     holder, piece_ready = holder[order], np.maximum.accumulate(piece_ready[order])
-    # A gradient's share of its bucket is proportional to the time it took to compute.
-    number = buckets.step[rows[0]]
-    took = np.diff(piece_ready, prepend=min(int(buckets.backward_began_ns[number]), int(piece_ready[0]))).astype(float)
+    position = buckets.step[rows[0]]
+    took = np.diff(piece_ready, prepend=min(int(buckets.backward_began_ns[position]), int(piece_ready[0]))).astype(
+        float
+    )
     took = np.maximum(took, 1.0)
     share = took / np.bincount(holder, took)[holder]
-    start = int(buckets.steps.start_ns[number])
-    ended = buckets.started_ns[rows] + buckets.duration_ns[rows]
-    return _Step(
-        rows=rows,
-        ready_ns=ready.astype(float),
-        bytes=buckets.bytes[rows].astype(float),
-        piece_ready_ns=piece_ready.astype(float),
-        piece_bytes=buckets.bytes[rows][holder] * share,
-        piece_bucket=holder,
-        # What follows the buckets waits for them, whatever their size, and hides nothing.
-        computing=clip(computing, start, max(int(ready[-1]), int(ended.max()))),
+    return Gradients(
+        number=int(buckets.steps.number[position]),
+        buckets=rows,
+        bucket_ready_ns=ready.astype(float),
+        bucket_bytes=buckets.bytes[rows].astype(float),
+        called_ns=np.maximum.accumulate(called[order]),
+        ready_ns=piece_ready.astype(float),
+        bytes=buckets.bytes[rows][holder] * share,
+        bucket=holder,
     )
 
 
-def _current_buckets(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
+def last_gradients(step: Gradients, cap_bytes: float) -> Ints:
+    """With this cap, the gradient that closes each bucket: the one that reaches the cap, and the last."""
+    # DDP closes its first bucket at 1 MiB only if no cap is given.
+    ends, filled = [], 0.0
+    for position, size in enumerate(step.bytes.tolist()):
+        filled += size
+        if filled >= cap_bytes:
+            ends.append(position)
+            filled = 0.0
+    if not ends or ends[-1] != len(step.bytes) - 1:
+        ends.append(len(step.bytes) - 1)
+    return np.array(ends)
+
+
+def _current_buckets(buckets: Buckets, steps: list[Gradients], exposed_ns: float) -> Rebucketing:
     ends, starts = buckets.steps.end_ns, buckets.steps.start_ns
-    numbers = [int(buckets.step[step.rows[0]]) for step in steps]
+    numbers = [int(buckets.step[step.buckets[0]]) for step in steps]
     return Rebucketing(
-        buckets=len(steps[0].rows),
+        buckets=len(steps[0].buckets),
         cap_mb=_likely_cap(steps[0]),
-        exposed_ns=float(np.median([_measured_exposed(buckets, step) for step in steps])),
+        exposed_ns=exposed_ns,
         communication_ns=float(np.median([total(*_transfers(buckets, step)) for step in steps])),
         step_ns=float(np.median([ends[number] - starts[number] for number in numbers])),
     )
 
 
-def _transfers(buckets: Buckets, step: _Step) -> Intervals:
-    start = buckets.started_ns[step.rows]
-    return union(start, start + buckets.duration_ns[step.rows])
+def _transfers(buckets: Buckets, step: Gradients) -> Intervals:
+    start = buckets.started_ns[step.buckets]
+    return union(start, start + buckets.duration_ns[step.buckets])
 
 
-def _measured_exposed(buckets: Buckets, step: _Step) -> float:
-    """The measured exposed time, counted as in the model: concurrent transfers are exposed once."""
-    return float(_uncovered(_transfers(buckets, step), step.computing))
+def _computing(buckets: Buckets, step: Gradients, computing: Intervals) -> Intervals:
+    """Computation of the step that can hide its buckets. What follows them waits for them, whatever their size."""
+    start = int(buckets.steps.start_ns[buckets.step[step.buckets[0]]])
+    ended = buckets.started_ns[step.buckets] + buckets.duration_ns[step.buckets]
+    return clip(computing, start, max(int(step.bucket_ready_ns[-1]), int(ended.max())))
 
 
 def _uncovered(transfers: Intervals, computing: Intervals) -> int:
+    """Concurrent transfers are exposed once."""
     moments = np.concatenate(transfers)
     before, after = covered_until(computing, moments).reshape(2, -1)
     return total(*transfers) - int((after - before).sum())
 
 
-def _likely_cap(step: _Step) -> int | None:
+def _likely_cap(step: Gradients) -> int | None:
     """A bucket is closed by the gradient that reaches the cap; the first one is closed early and the last one late."""
-    if len(step.rows) < 3 or np.any(step.bytes <= 0):
+    size = step.bucket_bytes
+    if len(size) < 3 or np.any(size <= 0):
         return None
-    last_piece = np.zeros(len(step.rows))
-    last_piece[step.piece_bucket] = step.piece_bytes  # the last write wins
-    reached = float(step.bytes[1:-1].min()) / MEBIBYTE
-    not_yet = float((step.bytes - last_piece)[1:-1].max()) / MEBIBYTE
+    last_piece = np.zeros(len(size))
+    last_piece[step.bucket] = step.bytes  # the last write wins
+    reached = float(size[1:-1].min()) / MEBIBYTE
+    not_yet = float((size - last_piece)[1:-1].max()) / MEBIBYTE
     if not_yet < DEFAULT_CAP_MB <= reached:
         return DEFAULT_CAP_MB
     return int(reached) if not_yet < int(reached) else None
@@ -331,26 +362,14 @@ def _rounded(moments: Floats) -> Ints:
     return rounded
 
 
-def _regroup(step: _Step, cap_bytes: float) -> tuple[Floats, Floats]:
-    """Sizes and ready times of DDP's buckets with this cap: each is closed by the gradient that reaches it."""
-    sizes, ready, filled, limit = [], [], 0.0, min(float(FIRST_BUCKET_BYTES), cap_bytes)
-    for size, when in zip(step.piece_bytes.tolist(), step.piece_ready_ns.tolist(), strict=True):
-        filled += size
-        if filled >= limit:
-            sizes.append(filled)
-            ready.append(when)
-            filled, limit = 0.0, cap_bytes
-    if filled:
-        sizes.append(filled)
-        ready.append(float(step.piece_ready_ns[-1]))
-    return np.array(sizes), np.array(ready)
-
-
-def _predict(cap_mb: int, steps: list[_Step], fit: Fit, lanes: int) -> CapPrediction:
+def _predict(
+    cap_mb: int, steps: list[Gradients], computing: list[Intervals], fit: Fit, lanes: int
+) -> CapPrediction:
     exposed, counts = [], []
-    for step in steps:
-        sizes, ready = _regroup(step, cap_mb * MEBIBYTE)
-        exposed.append(_exposed(ready, sizes, fit, lanes, step.computing))
+    for step, part in zip(steps, computing, strict=True):
+        ends = last_gradients(step, cap_mb * MEBIBYTE)
+        sizes = np.diff(np.cumsum(step.bytes)[ends], prepend=0.0)
+        exposed.append(_exposed(step.ready_ns[ends], sizes, fit, lanes, part))
         counts.append(len(sizes))
     return CapPrediction(cap_mb, int(np.median(counts)), float(np.median(exposed)))
 
