@@ -228,7 +228,11 @@ def profiler_of(asked: argparse.Namespace, device: torch.device) -> torch.profil
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=0, warmup=WARM_UP_TRACED, active=TRACED_STEPS, repeat=1)
     return torch.profiler.profile(
-        activities=activities, schedule=schedule, record_shapes=True, with_stack=asked.stacks, profile_memory=asked.stacks or asked.memory
+        activities=activities,
+        schedule=schedule,
+        record_shapes=True,
+        with_stack=asked.stacks,
+        profile_memory=asked.stacks or asked.memory,
     )
 
 

@@ -13,7 +13,14 @@ from rich.text import Text
 from rankscope.analysis.quantities import quantity, shorten
 from rankscope.analysis.replay.changes import CHANGES, Change
 from rankscope.analysis.replay.graph import ReplayError
-from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, MOST_ERROR_RATIO, Forecast, forecast
+from rankscope.analysis.replay.prediction import (
+    LEAST_GAIN_RATIO,
+    LEAST_HOST_FACTOR,
+    MOST_ERROR_RATIO,
+    Forecast,
+    Prediction,
+    forecast,
+)
 from rankscope.analysis.traces.trace import Trace
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
@@ -34,6 +41,8 @@ What each change assumes: docs/predict.md.
 """
 _BY_NAME = {change.name: change for change in CHANGES}
 NS_PER_MS = 1e6
+# Gains that differ by less are printed as one.
+_SAME_GAIN_RATIO = 0.01
 # Names of kernels can be thousands of characters long.
 _NAME_CHARACTERS = 76
 
@@ -126,18 +135,13 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
         return
     console.print(Text(_headline(found), style="bold"))
     console.print(Text(f"{recorded}; the replay differs by {error}", style="dim"))
-    if found.host_factor < 1:
-        factor = _percent(found.host_factor)
-        console.print(Text(f"without the profiler the host takes {factor} of its recorded time", style="dim"))
-    else:
-        known = "; the device alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
-        console.print(Text(f"host time as recorded, slowed by the profiler{known}", style="dim"))
+    console.print(Text(_host_line(found, step_ms), style="dim"))
     console.print()
     table = make_table(("change", "step", "gain"), left=("change",))
     for one in found.predictions:
         if one.gain_ratio is not None:
             step = quantity((one.step_ns or 0.0) / 1000, "us")
-            table.add_row(*map(Text, (one.name, step, _percent(one.gain_ratio))))
+            table.add_row(*map(Text, (one.name, step, _gain(one))))
     if table.row_count:
         console.print(table)
         console.print()
@@ -149,12 +153,26 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
             console.print(Text(f"{change.name}: {change.remedy}; costs {change.costs}"))
 
 
+def _host_line(found: Forecast, step_ms: float | None) -> str:
+    if found.host_factor is not None:
+        return f"without the profiler the host takes {_percent(found.host_factor)} of its recorded time"
+    why = "the step does not depend on it" if step_ms is not None else "--step-ms MS tells it"
+    least = f"{100 * LEAST_HOST_FACTOR:.0f} to 100 %"
+    return f"without the profiler the host takes {least} of its recorded time; {why}"
+
+
+def _gain(one: Prediction) -> str:
+    """`12.3 %`, or `12.3 to 20.1 %`."""
+    low, high = one.gain_ratio or 0.0, one.most_gain_ratio or 0.0
+    return _percent(low) if high - low < _SAME_GAIN_RATIO else f"{100 * low:.1f} to {_percent(high)}"
+
+
 def _headline(found: Forecast) -> str:
-    best = found.predictions[0] if found.predictions else None
-    if best is None or best.gain < LEAST_GAIN_RATIO:
+    best = found.best
+    if best is None:
         return "None of these changes would shorten the step."
     what = " and ".join(change.what for change in best.changes)
-    return f"{_percent(best.gain)} of the step would be saved if {what}."
+    return f"{_gain(best)} of the step would be saved if {what}."
 
 
 def _percent(ratio: float) -> str:
@@ -185,6 +203,7 @@ def to_json(found: Forecast, ranks: int) -> dict[str, Any]:
                 "name": one.name,
                 "step_ms": None if one.step_ns is None else one.step_ns / NS_PER_MS,
                 "gain_ratio": one.gain_ratio,
+                "most_gain_ratio": one.most_gain_ratio,
                 "reason": one.reason,
                 "changes": [_described(change) for change in one.changes],
             }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, with_copies, without_work
+from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, merged, with_copies
 from rankscope.analysis.replay.graph import NOTHING, Graph
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.communication.collectives import find_collectives
@@ -38,9 +38,7 @@ def other_buckets(ranks: Ranks, cap_mb: int) -> Ranks:
     latency_ns, ns_per_byte = _line(first)
     numbers = [step.number for step in first.steps]
     closed = [last_gradients(step, cap_mb * MEBIBYTE) for step in first.steps]
-    sizes = [
-        np.diff(np.cumsum(step.bytes)[ends], prepend=0.0) for step, ends in zip(first.steps, closed, strict=True)
-    ]
+    sizes = [np.diff(np.cumsum(step.bytes)[ends], prepend=0.0) for step, ends in zip(first.steps, closed, strict=True)]
     durations = [(latency_ns + ns_per_byte * size).astype(np.int64) for size in sizes]
     for other in reduced.values():
         same = [step.number for step in other.steps] == numbers
@@ -116,15 +114,16 @@ def _edit(reduced: _Reduced, closed: list[Ints], durations: list[Ints]) -> Graph
     heir = np.arange(len(made.launch))
     for works, last in zip(old, last_new.tolist(), strict=True):
         heir[works] = last
-    is_old = heir != np.arange(len(heir))
+    # What an old bucket waited for is computed before one of the new ones anyway.
+    waits = heir[made.later] == made.later
     ready = _computed_before(made, new)
-    later = np.concatenate((made.later[~is_old[made.later]], new[ready != NOTHING]))
-    earlier = np.concatenate((heir[made.earlier[~is_old[made.later]]], ready[ready != NOTHING]))
-    waits_for = np.where(made.waits_for == NOTHING, NOTHING, heir[made.waits_for])
-    # A wait for work that is launched later cannot be replayed.
-    possible = earlier < later
-    made = replace(made, **columns, later=later[possible], earlier=earlier[possible], waits_for=waits_for)
-    return without_work(made, is_old)
+    made = replace(
+        made,
+        **columns,
+        later=np.concatenate((made.later[waits], new[ready != NOTHING])),
+        earlier=np.concatenate((made.earlier[waits], ready[ready != NOTHING])),
+    )
+    return merged(made, heir)
 
 
 def _computed_before(graph: Graph, works: Ints) -> Ints:

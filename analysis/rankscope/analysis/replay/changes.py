@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,9 +19,10 @@ from rankscope.analysis.replay.compute_changes import (
     recomputed,
     tf32,
 )
-from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, each, of_launch, without_work
+from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, each, merged, of_launch
 from rankscope.analysis.replay.graph import NOTHING, Graph
 from rankscope.analysis.replay.replay import replay
+from rankscope.analysis.traces.communication.gradient_buckets import CAPS_MB
 from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.steps import OPTIMIZER_STEP
 from rankscope.analysis.traces.trace import Category, Trace
@@ -48,6 +49,8 @@ class Change:
     costs: str
     apply: Callable[[Ranks], Ranks]  # raises NotApplicableError
     samples: int = 1  # in a step, as a multiple of those before
+    alters_training: bool = False  # other batches or updates: a decision of its own, never part of a default
+    instead_of: tuple[str, ...] = ()  # changes that it cannot be combined with
 
 
 def _without_input(rank: Traced) -> Graph:
@@ -67,17 +70,17 @@ def _fused_optimizer(rank: Traced) -> Graph:
     names = {trace.names[name] for name in np.unique(trace.name[graph.work_row[mine]]).tolist()}
     if any(_FUSED.search(name) for name in names):
         raise NotApplicableError("the optimizer is fused")
-    duration, first = graph.duration_ns.copy(), np.zeros(len(mine), dtype=bool)
+    duration, heir = graph.duration_ns.copy(), np.arange(len(mine))
     gap, own, operators = graph.gap_ns.copy(), graph.own_ns.copy(), graph.optimizer_ns.copy()
     for step in np.unique(graph.work_step[mine]).tolist():
         works = np.flatnonzero(mine & (graph.work_step == step))
-        first[works[0]] = True
+        heir[works] = works[0]
         duration[works[0]] = round(share * int(duration[works].sum()))
         calls = np.unique(graph.launch[works])[1:]
         gap[calls] -= operators[calls]
         own[calls] = operators[calls] = 0
     fused = replace(graph, duration_ns=duration, gap_ns=gap, own_ns=own, optimizer_ns=operators)
-    return without_work(fused, mine & ~first)
+    return merged(fused, heir)
 
 
 def _fused_share(trace: Trace) -> float:
@@ -171,6 +174,12 @@ def faster(pattern: str, factor: float) -> Change:
     )
 
 
+def are_alternatives(changes: Sequence[Change]) -> bool:
+    """Whether one of them takes the place of another."""
+    names = {change.name for change in changes}
+    return any(names & set(change.instead_of) for change in changes)
+
+
 def bucket(cap_mb: int) -> Change:
     return Change(
         f"bucket{cap_mb}",
@@ -178,6 +187,7 @@ def bucket(cap_mb: int) -> Change:
         f"bucket_cap_mb={cap_mb} for DistributedDataParallel",
         "nothing",
         partial(other_buckets, cap_mb=cap_mb),
+        instead_of=tuple(f"bucket{other}" for other in CAPS_MB if other != cap_mb),
     )
 
 
@@ -216,6 +226,7 @@ CHANGES = (
         "torch.set_float32_matmul_precision('high')",
         "accuracy: 10 bits of the products' inputs in place of 23",
         each(tf32),
+        instead_of=("bf16",),
     ),
     Change(
         "compile",
@@ -231,6 +242,7 @@ CHANGES = (
         "memory for activations, and a learning rate for the larger batch",
         each(double_batch),
         samples=2,
+        alters_training=True,
     ),
     Change(
         "accumulate4",
@@ -238,6 +250,7 @@ CHANGES = (
         "gradient accumulation over 4 batches, under no_sync() with DDP",
         "a learning rate for the larger batch",
         each(accumulated),
+        alters_training=True,
     ),
     Change(
         "recompute",

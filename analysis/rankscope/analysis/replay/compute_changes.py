@@ -12,9 +12,9 @@ from rankscope.analysis.replay.edits import (
     NotApplicableError,
     Traced,
     host_ns,
+    merged,
     of_launch,
     with_copies,
-    without_work,
 )
 from rankscope.analysis.replay.graph import NOTHING, Graph
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
@@ -81,30 +81,26 @@ def _with_casts(graph: Graph, groups: KernelGroups) -> Graph:
 
 
 def fused_operators(rank: Traced) -> Graph:
-    """Neighbouring kernels that only move data become one, which takes as long as the longest of them."""
+    """Neighbouring kernels that only move data become one, which takes as long as the longest of them. The host's time
+    stays: compiled code of a transformer launched as many kernels, others."""
     graph, trace = rank.graph, rank.trace
     groups = _groups(graph, trace)
     optimizer = of_launch(graph, graph.in_optimizer)
     chained = groups.is_unfused & ~optimizer & (graph.launch != NOTHING)
-    duration, dropped = graph.duration_ns.copy(), np.zeros(len(graph.launch), dtype=bool)
+    duration, heir = graph.duration_ns.copy(), np.arange(len(graph.launch))
     backward = of_launch(graph, graph.in_backward)
     for stream in range(graph.streams):
         works = np.flatnonzero(graph.stream == stream)
         follows = chained[works[1:]] & chained[works[:-1]]
         follows &= backward[works[1:]] == backward[works[:-1]]
         follows &= graph.work_step[works[1:]] == graph.work_step[works[:-1]]
-        dropped[works[1:]] = follows
-        heads = np.flatnonzero(np.concatenate(([True], ~follows))) if len(works) else np.zeros(0, np.int64)
-        if len(works):
-            duration[works[heads]] = np.maximum.reduceat(graph.duration_ns[works], heads)
-    if not dropped.any():
+        is_head = np.concatenate((np.ones(min(len(works), 1), dtype=bool), ~follows))
+        heads = np.flatnonzero(is_head)
+        heir[works] = works[heads[np.cumsum(is_head) - 1]]
+        duration[works[heads]] = np.maximum.reduceat(graph.duration_ns[works], heads)
+    if (heir == np.arange(len(heir))).all():
         raise NotApplicableError("no two kernels that only move data follow each other")
-    gone = np.unique(graph.launch[dropped])
-    gone = gone[~np.isin(gone, graph.launch[~dropped])]
-    gap, own = graph.gap_ns.copy(), graph.own_ns.copy()
-    gap[gone] = graph.input_ns[gone] + graph.apart_ns[gone]
-    own[gone] = 0
-    return without_work(replace(graph, duration_ns=duration, gap_ns=gap, own_ns=own), dropped)
+    return merged(replace(graph, duration_ns=duration), heir)
 
 
 def double_batch(rank: Traced) -> Graph:

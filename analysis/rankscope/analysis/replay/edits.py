@@ -42,17 +42,21 @@ def host_ns(graph: Graph) -> Ints:
     return graph.gap_ns + graph.own_ns
 
 
-def without_work(graph: Graph, dropped: Bools) -> Graph:
-    """Nothing that stays may wait for what is dropped: such waits are dropped too."""
-    kept = np.flatnonzero(~dropped)
-    position = np.where(dropped, NOTHING, np.cumsum(~dropped) - 1)
-    waits = ~dropped[graph.later] & ~dropped[graph.earlier]
+def merged(graph: Graph, heir: Ints) -> Graph:
+    """Per piece of work, the one that takes its place: itself if it stays. What waited for work that is gone, or was
+    waited for by it, waits for its heir."""
+    stays = heir == np.arange(len(heir))
+    kept = np.flatnonzero(stays)
+    position = (np.cumsum(stays) - 1)[heir]
+    later, earlier = position[graph.later], position[graph.earlier]
+    # A wait for work that is launched later cannot be replayed.
+    possible = earlier < later
     waits_for = np.where(graph.waits_for == NOTHING, NOTHING, position[graph.waits_for])
     return replace(
         graph,
         **{name: getattr(graph, name)[kept] for name in WORK_COLUMNS},
-        later=position[graph.later[waits]],
-        earlier=position[graph.earlier[waits]],
+        later=later[possible],
+        earlier=earlier[possible],
         waits_for=waits_for,
     )
 

@@ -362,9 +362,7 @@ def _rounded(moments: Floats) -> Ints:
     return rounded
 
 
-def _predict(
-    cap_mb: int, steps: list[Gradients], computing: list[Intervals], fit: Fit, lanes: int
-) -> CapPrediction:
+def _predict(cap_mb: int, steps: list[Gradients], computing: list[Intervals], fit: Fit, lanes: int) -> CapPrediction:
     exposed, counts = [], []
     for step, part in zip(steps, computing, strict=True):
         ends = last_gradients(step, cap_mb * MEBIBYTE)
