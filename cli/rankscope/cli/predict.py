@@ -14,9 +14,11 @@ from rankscope.analysis.quantities import quantity, shorten
 from rankscope.analysis.replay.changes import CHANGES, Change
 from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, MOST_ERROR_RATIO, Forecast, forecast
+from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.analysis.traces.trace import Trace
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.files import load_traces, show_progress
 
@@ -26,6 +28,7 @@ examples:
   rankscope predict traces/ --with even                    all ranks of a job: what does the slow one cost?
   rankscope predict trace.json.gz --with fused+graph       two changes together
   rankscope predict trace.json.gz --step-ms 14.7           the job's step without the profiler, for exact gains
+  rankscope predict trace.json.gz --html step.html         a page with the timeline of a step before and after
   rankscope predict --list                                 the changes there are
 
 The steps of the traces are replayed from the durations of their kernels and host calls. The error of that replay is
@@ -53,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms", type=float, metavar="MS", help="the job's step without the profiler, in milliseconds"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the step before and after")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,16 +72,29 @@ def run(arguments: argparse.Namespace) -> int:
     changes = _read_changes(arguments.changes)
     traces = _read_traces(arguments.paths)
     step_ns = None if arguments.step_ms is None else arguments.step_ms * NS_PER_MS
+    timelines = None if arguments.html is None else StepTimelines()
     try:
-        found = forecast(traces, changes, step_ns)
+        found = forecast(traces, changes, step_ns, timelines)
     except ReplayError as error:
         hint = "record whole steps of a job on a GPU, as with rankscope capture --steps 5"
         return refuse(f"cannot be predicted: {error}; next step: {hint}")
+    if timelines is not None:
+        try:
+            _write_page(arguments.html, found, facts(found, len(traces), arguments.step_ms), timelines)
+        except OSError as error:
+            return refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
     if arguments.json:
         to_stdout(json.dumps(to_json(found, len(traces)), allow_nan=False))
     else:
         print_forecast(found, len(traces), arguments.step_ms)
     return Exit.OK if found.is_usable else Exit.UNDECIDED
+
+
+def _write_page(path: Path, found: Forecast, said: Sequence[str], timelines: StepTimelines) -> None:
+    from rankscope.cli.predict_page import make_page
+
+    write_output(path, make_page(found, headline(found), said, timelines))
+    to_stderr(f"wrote {path}")
 
 
 def _read_changes(said: str | None) -> list[list[Change]] | None:
@@ -116,22 +133,11 @@ def _print_list(*, as_json: bool) -> None:
 
 def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: Terminal | None = None) -> None:
     console = console or Terminal(soft_wrap=True)
-    error = _percent(abs(found.error_ratio))
-    recorded = f"a step of {quantity(found.recorded_step_ns / 1000, 'us')} was recorded on {_count(ranks)}"
+    console.print(Text(headline(found), style="bold" if found.is_usable else "bold red"))
+    for line in facts(found, ranks, step_ms):
+        console.print(Text(line, style="dim" if found.is_usable else ""))
     if not found.is_usable:
-        console.print(Text("Cannot be predicted.", style="bold red"))
-        limit = _percent(MOST_ERROR_RATIO)
-        console.print(Text(f"{recorded}; the replay differs by {error}, more than {limit}."))
-        console.print(Text(f"It drifts apart before {shorten(found.diverges_at, _NAME_CHARACTERS)}."))
         return
-    console.print(Text(_headline(found), style="bold"))
-    console.print(Text(f"{recorded}; the replay differs by {error}", style="dim"))
-    if found.host_factor < 1:
-        factor = _percent(found.host_factor)
-        console.print(Text(f"without the profiler the host takes {factor} of its recorded time", style="dim"))
-    else:
-        known = "; the device alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
-        console.print(Text(f"host time as recorded, slowed by the profiler{known}", style="dim"))
     console.print()
     table = make_table(("change", "step", "gain"), left=("change",))
     for one in found.predictions:
@@ -149,12 +155,31 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
             console.print(Text(f"{change.name}: {change.remedy}; costs {change.costs}"))
 
 
-def _headline(found: Forecast) -> str:
+def headline(found: Forecast) -> str:
+    if not found.is_usable:
+        return "Cannot be predicted."
     best = found.predictions[0] if found.predictions else None
     if best is None or best.gain < LEAST_GAIN_RATIO:
         return "None of these changes would shorten the step."
     what = " and ".join(change.what for change in best.changes)
     return f"{_percent(best.gain)} of the step would be saved if {what}."
+
+
+def facts(found: Forecast, ranks: int, step_ms: float | None) -> list[str]:
+    """What was recorded, and how well it replays."""
+    error = _percent(abs(found.error_ratio))
+    recorded = f"a step of {quantity(found.recorded_step_ns / 1000, 'us')} was recorded on {_count(ranks)}"
+    if not found.is_usable:
+        return [
+            f"{recorded}; the replay differs by {error}, more than {_percent(MOST_ERROR_RATIO)}.",
+            f"It drifts apart before {shorten(found.diverges_at, _NAME_CHARACTERS)}.",
+        ]
+    if found.host_factor < 1:
+        host = f"without the profiler the host takes {_percent(found.host_factor)} of its recorded time"
+    else:
+        known = "; the device alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
+        host = f"host time as recorded, slowed by the profiler{known}"
+    return [f"{recorded}; the replay differs by {error}", host]
 
 
 def _percent(ratio: float) -> str:

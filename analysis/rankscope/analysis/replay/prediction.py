@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
 from rankscope.analysis.replay.changes import CHANGES, Change, NotApplicableError, Ranks, Traced
 from rankscope.analysis.replay.graph import Graph, ReplayError
 from rankscope.analysis.replay.job import build_graphs, recorded_step_ns, replayed_step_ns
-from rankscope.analysis.replay.replay import replay
+from rankscope.analysis.replay.replay import Times, replay
 from rankscope.analysis.traces.trace import Trace
 
 # Above this, what a replay says about changes means nothing.
@@ -19,6 +20,10 @@ MOST_ERROR_RATIO = 0.05
 # Less is within the noise of any step.
 LEAST_GAIN_RATIO = 0.01
 _BISECTIONS = 30
+
+# Is called with each replay that the answer comes from: its changes, of which the job as it is has none, the ranks and
+# the times. What it does not keep is freed before the next.
+Watch: TypeAlias = Callable[[tuple[Change, ...], Ranks, Mapping[int, Times]], None]
 
 
 @dataclass(frozen=True)
@@ -57,31 +62,36 @@ def forecast(
     traces: Mapping[int, Trace],
     changes: Sequence[Sequence[Change]] | None = None,
     true_step_ns: float | None = None,
+    watch: Watch | None = None,
 ) -> Forecast:
     """Traces by rank. Without `changes`, each that there is, and the best two together. `true_step_ns` is the job's
     step without the profiler, to which the host's time is scaled. Raises ReplayError."""
     graphs = build_graphs(traces)
-    recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs)
+    times = replay(graphs)
+    recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs, times)
     if recorded <= 0:
         raise ReplayError("its steps take no time")
     made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, 1.0, ())
-    if not made.is_usable:
-        return replace(made, diverges_at=_divergence(graphs, traces))
-    factor = _host_factor(graphs, replayed, true_step_ns)
+    factor = _host_factor(graphs, replayed, true_step_ns) if made.is_usable else 1.0
     scaled = _scaled(graphs, factor)
     ranks = {rank: Traced(scaled[rank], traces[rank]) for rank in traces}
-    base = replayed if factor == 1.0 else replayed_step_ns(scaled)
-    found = [_predict(ranks, tuple(one), base) for one in changes or [(one,) for one in CHANGES]]
+    if factor != 1.0:
+        times = replay(scaled)
+    if watch is not None:
+        watch((), ranks, times)
+    if not made.is_usable:
+        return replace(made, diverges_at=_divergence(graphs, traces, times))
+    base = replayed_step_ns(scaled, times)
+    found = [_predict(ranks, tuple(one), base, watch) for one in changes or [(one,) for one in CHANGES]]
     if changes is None:
         best = sorted((one for one in found if one.gain >= LEAST_GAIN_RATIO), key=lambda one: -one.gain)[:2]
         if len(best) == 2:
-            found.append(_predict(ranks, best[0].changes + best[1].changes, base))
+            found.append(_predict(ranks, best[0].changes + best[1].changes, base, watch))
     found.sort(key=lambda one: -one.gain)
     return replace(made, step_ns=base, host_factor=factor, predictions=tuple(found))
 
 
-def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace]) -> str:
-    times = replay(graphs)
+def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace], times: Mapping[int, Times]) -> str:
     most, name = -1, ""
     for rank, graph in graphs.items():
         order = np.argsort(graph.start_ns, kind="stable")
@@ -92,13 +102,17 @@ def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace]) -> str
     return name
 
 
-def _predict(ranks: Ranks, changes: tuple[Change, ...], base: float) -> Prediction:
+def _predict(ranks: Ranks, changes: tuple[Change, ...], base: float, watch: Watch | None) -> Prediction:
     try:
         for change in changes:
             ranks = change.apply(ranks)
     except NotApplicableError as reason:
         return Prediction(changes, None, None, str(reason))
-    step = replayed_step_ns({rank: one.graph for rank, one in ranks.items()})
+    graphs = {rank: one.graph for rank, one in ranks.items()}
+    times = replay(graphs)
+    if watch is not None:
+        watch(changes, ranks, times)
+    step = replayed_step_ns(graphs, times)
     return Prediction(changes, step, 1 - step / base)
 
 
