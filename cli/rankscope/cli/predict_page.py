@@ -12,7 +12,7 @@ from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis, Frame, Scale, drawing, element, frame, heading, hover, label
 from rankscope.analysis.quantities import count, quantity, shorten
 from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction
-from rankscope.analysis.replay.step_timeline import Activity, StepTimelines, Timeline
+from rankscope.analysis.replay.step_timeline import Activity, Lane, StepTimelines, Timeline
 
 # What a page shows of predictions; --with may ask for more.
 MAX_AFTER = 12
@@ -35,8 +35,8 @@ _FREE = "nothing"
 _TYPICAL_RATIO = 0.02
 _LANE_CHARACTERS = 18
 _EXPLAINED = (
-    "A step whose duration is near the mean. Where events are too short to be drawn, the height of a colour is its share "
-    "of the time. Point at a colour for names and durations."
+    "A step whose duration is near the mean, with all that runs in its time, also of other steps. Where events are too "
+    "short to be drawn, the height of a colour is its share of the time. Point at a colour for names and durations."
 )
 
 
@@ -88,13 +88,14 @@ def _before_and_after(found: Forecast, timelines: StepTimelines) -> Section:
     return Section(
         "One step before and after" if shown else "One step",
         said,
-        plots=[_draw(_title("Before", before, found.step_ns), before, longest, legend)],
+        plots=[_draw(_title("Before", before, found.step_ns), before, before.lanes, longest, legend)],
         choices=[
             (
                 f"{one.name} −{_percent(one.gain)}",
                 _draw(
                     _title(f"With {one.name}", after, one.step_ns or 0.0),
                     after,
+                    _lanes([before, after]),
                     longest,
                     saved=(before.duration_ns, _gain(found, one)),
                 ),
@@ -115,7 +116,11 @@ def _recorded_and_replayed(found: Forecast, timelines: StepTimelines) -> Section
     ]
     everything = [one for _, one, _ in known]
     longest = max((one.duration_ns for one in everything), default=1)
-    plots = [_draw(_title(what, one, mean_ns), one, longest, _present(everything)) for what, one, mean_ns in known]
+    lanes = _lanes(everything)
+    plots = [
+        _draw(_title(what, one, mean_ns), one, lanes, longest, () if index else _present(everything))
+        for index, (what, one, mean_ns) in enumerate(known)
+    ]
     return Section("One step as recorded and as replayed", [_EXPLAINED, *_left_out(timelines, everything)], plots=plots)
 
 
@@ -155,34 +160,35 @@ def _present(timelines: Iterable[Timeline]) -> list[Activity]:
     return [activity for activity in _LOOKS if activity in used]
 
 
+def _lanes(timelines: Iterable[Timeline]) -> tuple[Lane, ...]:
+    return tuple(sorted({lane for one in timelines for lane in one.lanes}))
+
+
 def _draw(
     title: str,
     timeline: Timeline,
+    lanes: Sequence[Lane],
     longest_ns: int,
     legend: Sequence[Activity] = (),
     saved: tuple[int, str] | None = None,
 ) -> str:
     """`saved`: how long the step was before, and what to write where it is shorter now."""
     names, colours = [_LOOKS[one][0] for one in legend], [_LOOKS[one][1] for one in legend]
-    ranks = sorted({lane.rank for lane in timeline.lanes})
-    row, text_pixels = next(sizes for most, *sizes in _ROWS if len(timeline.lanes) <= most)
-    lanes = [shorten(lane.name, _LANE_CHARACTERS) for lane in timeline.lanes]
-    wide = max(svg.text_pixels(text) for text in lanes) + max(svg.text_pixels(f"rank {rank}") for rank in ranks)
+    ranks = sorted({lane.rank for lane in lanes})
+    row, text_pixels = next(sizes for most, *sizes in _ROWS if len(lanes) <= most)
+    shown = {lane: shorten(lane.name, _LANE_CHARACTERS) for lane in lanes}
+    wide = max(map(svg.text_pixels, shown.values())) + max(svg.text_pixels(f"rank {rank}") for rank in ranks)
     inside = frame(len(lanes) * row + len(ranks) * _RANK_PIXELS, left=wide + 34, title=title, names=names)
     across = _whole_axis(inside, longest_ns)
-    tops = [
-        inside.top + _RANK_PIXELS / 2 + index * row + ranks.index(lane.rank) * _RANK_PIXELS
-        for index, lane in enumerate(timeline.lanes)
-    ]
     parts = [heading(title, names, colours), svg.x_axis(inside, across)]
-    for index, (lane, top) in enumerate(zip(timeline.lanes, tops, strict=True)):
-        y, note = top + row / 2 + text_pixels / 3 - 1, lane.name if lanes[index] != lane.name else ""
-        if not index or timeline.lanes[index - 1].rank != lane.rank:
+    tops: dict[Lane, float] = {}
+    for index, lane in enumerate(lanes):
+        tops[lane] = inside.top + _RANK_PIXELS / 2 + index * row + ranks.index(lane.rank) * _RANK_PIXELS
+        y, note = tops[lane] + row / 2 + text_pixels / 3 - 1, lane.name if shown[lane] != lane.name else ""
+        if not index or lanes[index - 1].rank != lane.rank:
             parts.append(label(16, y, f"rank {lane.rank}", bold=True, pixels=text_pixels))
-        parts.append(
-            label(inside.left - 7, y, lanes[index], anchor="end", muted=True, tooltip=note, pixels=text_pixels)
-        )
-    parts += _rectangles(timeline, across, tops, row - 2)
+        parts.append(label(inside.left - 7, y, shown[lane], anchor="end", muted=True, tooltip=note, pixels=text_pixels))
+    parts += _rectangles(timeline, across, [tops[lane] for lane in timeline.lanes], row - 2)
     parts.append(_end(inside, across.place(timeline.duration_ns / 1000)))
     if saved is not None:
         parts.append(_saving(inside, across, timeline.duration_ns, *saved))
@@ -208,7 +214,7 @@ def _rectangles(timeline: Timeline, across: Scale, tops: Sequence[float], height
             top = tops[int(timeline.lane[index])] + height * (1 - float(timeline.bottom_ratio[index])) - tall
             note = _note(what, timeline, index, end - start)
             drawn.append(
-                element("rect", hover(note), x=left, y=top, width=max(right - left, 0.3), height=max(tall, 0.3))
+                element("rect", hover(note), x=left, y=top, width=max(right - left, 1.0), height=max(tall, 0.3))
             )
         # Without blurred edges, through which the page would show between neighbours.
         parts.append(element("g", "".join(drawn), fill=colour, shape_rendering="crispEdges"))

@@ -47,9 +47,10 @@ _OF_KIND = np.array([Activity.COMPUTE] * len(Kind))
 _OF_KIND[Kind.COMMUNICATION], _OF_KIND[Kind.MEMORY] = Activity.COMMUNICATION, Activity.COPY
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Lane:
     rank: int
+    stream: int  # position among those of the trace; the host's is before them
     name: str  # host, stream 7
 
 
@@ -99,7 +100,8 @@ class StepTimelines:
         self.ranks = tuple(sorted(list(dict.fromkeys([*wanted, *sorted(ranks)]))[:MAX_RANKS]))
         self.ranks_left_out = len(ranks) - len(self.ranks)
         self.replayed = step_timeline(ranks, times, self.ranks)
-        self.recorded = step_timeline(ranks, {rank: _recorded(one.graph) for rank, one in ranks.items()}, self.ranks)
+        recorded = {rank: _recorded(ranks[rank].graph) for rank in self.ranks}
+        self.recorded = step_timeline(ranks, recorded, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def step_timeline(ranks: Ranks, times: Mapping[int, Times], drawn: Sequence[int]
         for stream in (_HOST, *streams):
             own = take_rows(spans, spans.lane == stream)
             parts.append(_apart(replace(own, lane=np.full(len(own.lane), len(lanes)))))
-            lanes.append(Lane(rank, "host" if stream == _HOST else _stream_name(ranks[rank], stream)))
+            lanes.append(Lane(rank, stream, "host" if stream == _HOST else _stream_name(ranks[rank], stream)))
     spans, slice_ns = join_rows(parts), -(-duration // _SLICES)
     made = _joined(spans, slice_ns)
     while len(made.spans.lane) > MAX_RECTANGLES and slice_ns < duration:
