@@ -39,6 +39,11 @@ _EXPLAINED = (
     "short to be drawn, the height of a colour is its share of the time. Point at a colour for names and durations."
 )
 
+_AHEAD = (
+    "A stream without work in a picture after a change has done it before: where nothing waits for communication, "
+    "computation runs ahead of it by steps."
+)
+
 
 def make_page(found: Forecast, headline: str, facts: Sequence[str], timelines: StepTimelines) -> str:
     sections = [Section("The replay", [f"{fact[:1].upper()}{fact[1:]}".rstrip(".") + "." for fact in facts])]
@@ -83,6 +88,8 @@ def _before_and_after(found: Forecast, timelines: StepTimelines) -> Section:
     legend = _present(everything)
     longest = max(one.duration_ns for one in everything)
     said = [_EXPLAINED, *_left_out(timelines, everything)]
+    if any(set(before.lanes) - set(after.lanes) for _, after in shown):
+        said.append(_AHEAD)
     if len(useful) > len(shown):
         said.append(f"{count(len(useful) - len(shown), 'prediction')} with a smaller gain left out.")
     return Section(

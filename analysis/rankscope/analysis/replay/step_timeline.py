@@ -22,7 +22,7 @@ from rankscope.analysis.traces.trace import ABSENT, Trace
 MAX_RANKS = 8
 MAX_STREAMS = 6  # of a rank
 MAX_RECTANGLES = 2_000
-# Slices of a step, at most: about one for each pixel of a page.
+# Slices of the axis, at most: about one for each pixel of a page.
 _SLICES = 600
 _COARSER = 1.25
 _NEAR_RATIO = 0.01
@@ -90,7 +90,8 @@ class StepTimelines:
     def __call__(self, changes: tuple[Change, ...], ranks: Ranks, times: Mapping[int, Times]) -> None:
         if changes:
             name = "+".join(change.name for change in changes)
-            self.of_changes[name] = step_timeline(ranks, times, self.ranks)
+            axis_ns = self.replayed.duration_ns if self.replayed is not None else 0
+            self.of_changes[name] = step_timeline(ranks, times, self.ranks, axis_ns)
             return
         waits = {rank: int(collective_wait_ns(one.graph, times[rank]).sum()) for rank, one in ranks.items()}
         if any(waits.values()):
@@ -140,8 +141,9 @@ class _Spans:
         return self.end_ns - self.start_ns
 
 
-def step_timeline(ranks: Ranks, times: Mapping[int, Times], drawn: Sequence[int]) -> Timeline:
-    """A step whose duration is near the mean, on the ranks that are `drawn`."""
+def step_timeline(ranks: Ranks, times: Mapping[int, Times], drawn: Sequence[int], axis_ns: int = 0) -> Timeline:
+    """A step whose duration is near the mean, on the ranks that are `drawn`. The axis that it is drawn on may be longer
+    than the step."""
     steps = {rank: _whole_steps(ranks[rank].graph, times[rank]) for rank in drawn}
     middle = float(np.median([one.mean_ns for one in steps.values()]))
     leader = min(steps.values(), key=lambda one: abs(one.mean_ns - middle))
@@ -160,11 +162,11 @@ def step_timeline(ranks: Ranks, times: Mapping[int, Times], drawn: Sequence[int]
             own = take_rows(spans, spans.lane == stream)
             parts.append(_apart(replace(own, lane=np.full(len(own.lane), len(lanes)))))
             lanes.append(Lane(rank, stream, "host" if stream == _HOST else _stream_name(ranks[rank], stream)))
-    spans, slice_ns = join_rows(parts), -(-duration // _SLICES)
-    made = _joined(spans, slice_ns)
+    spans, slice_ns = join_rows(parts), -(-max(duration, axis_ns) // _SLICES)
+    made = _joined(spans, slice_ns, duration)
     while len(made.spans.lane) > MAX_RECTANGLES and slice_ns < duration:
         slice_ns = int(slice_ns * _COARSER) + 1
-        made = _joined(spans, slice_ns)
+        made = _joined(spans, slice_ns, duration)
     found = made.spans
     return Timeline(
         step=number,
@@ -268,14 +270,14 @@ class _Joined:
     height_ratio: Floats
 
 
-def _joined(spans: _Spans, slice_ns: int) -> _Joined:
+def _joined(spans: _Spans, slice_ns: int, duration_ns: int) -> _Joined:
     """Spans of a slice and longer stay as they are. Others are joined by slice and activity, between the long ones."""
     long = spans.length_ns >= slice_ns
     kept = take_rows(spans, long)
     full = _Joined(kept, kept.length_ns, np.zeros(len(kept.lane)), np.ones(len(kept.lane)))
     if long.all():
         return full
-    short = _short(spans, long, slice_ns)
+    short = _short(spans, long, slice_ns, duration_ns)
     group, activities = short.group, len(Activity)
     room = np.zeros(int(group.max()) + 1, np.int64)
     room[group] = short.high_ns - short.low_ns
@@ -309,13 +311,13 @@ class _Short:
     high_ns: Ints
 
 
-def _short(spans: _Spans, long: Bools, slice_ns: int) -> _Short:
+def _short(spans: _Spans, long: Bools, slice_ns: int, duration_ns: int) -> _Short:
     place = np.arange(len(long))
     last = np.maximum.accumulate(np.where(long, place, ABSENT))
     following = np.minimum.accumulate(np.where(long, place, len(long))[::-1])[::-1]
     after = np.where(_in_lane(spans, last), spans.end_ns[last], 0)
     inside = np.minimum(following, len(long) - 1)
-    until = np.where((following < len(long)) & _in_lane(spans, inside), spans.start_ns[inside], np.iinfo(np.int64).max)
+    until = np.where((following < len(long)) & _in_lane(spans, inside), spans.start_ns[inside], duration_ns)
     border = -(-spans.start_ns // slice_ns) * slice_ns
     border = np.where(spans.start_ns == border, border + slice_ns, border)
     crosses = spans.end_ns > border
