@@ -9,6 +9,7 @@ import msgspec
 
 from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import forecast
+from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.analysis.traces.breakdown import Breakdown, break_down, device_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cut import find_whole_steps
@@ -19,6 +20,7 @@ from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import find_steps
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.trace import Trace
+from rankscope.cli.predict_page import make_page
 from tests.fuzz.target_reading import CPU_SECONDS, SEEDS, TOKENS, mutator, read
 
 __all__ = ["CPU_SECONDS", "SEEDS", "TOKENS", "mutator"]
@@ -56,11 +58,12 @@ def _check_analysis(trace: Trace) -> None:
 
 def _check_replay(trace: Trace) -> None:
     try:
-        found = forecast({0: trace})
+        found = forecast({0: trace}, watch=(drawn := StepTimelines()))
     except ReplayError:
         return
     assert found.is_usable or not found.predictions
     assert all(one.step_ns is None or one.step_ns >= 0 for one in found.predictions)
+    assert len(make_page(found, "", (), drawn)) < 8 << 20
 
 
 def _analysed(trace: Trace) -> tuple[Breakdown, Collectives] | None:

@@ -10,20 +10,16 @@ from typing import Any
 
 from rich.text import Text
 
-from rankscope.analysis.quantities import quantity, shorten
+from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.changes import CHANGES, Change
 from rankscope.analysis.replay.graph import ReplayError
-from rankscope.analysis.replay.prediction import (
-    LEAST_GAIN_RATIO,
-    LEAST_HOST_FACTOR,
-    MOST_ERROR_RATIO,
-    Forecast,
-    Prediction,
-    forecast,
-)
+from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, forecast
+from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.analysis.traces.trace import Trace
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.output_file import write_output
+from rankscope.cli.prediction_text import facts, gain_words, headline
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.files import load_traces, show_progress
 
@@ -33,6 +29,7 @@ examples:
   rankscope predict traces/ --with even                    all ranks of a job: what does the slow one cost?
   rankscope predict trace.json.gz --with fused+graph       two changes together
   rankscope predict trace.json.gz --step-ms 14.7           the job's step without the profiler, for exact gains
+  rankscope predict trace.json.gz --html step.html         a page with the timeline of a step before and after
   rankscope predict --list                                 the changes there are
 
 The steps of the traces are replayed from the durations of their kernels and host calls. The error of that replay is
@@ -41,10 +38,6 @@ What each change assumes: docs/predict.md.
 """
 _BY_NAME = {change.name: change for change in CHANGES}
 NS_PER_MS = 1e6
-# Gains that differ by less are printed as one.
-_SAME_GAIN_RATIO = 0.01
-# Names of kernels can be thousands of characters long.
-_NAME_CHARACTERS = 76
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms", type=float, metavar="MS", help="the job's step without the profiler, in milliseconds"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the step before and after")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,16 +71,29 @@ def run(arguments: argparse.Namespace) -> int:
     changes = _read_changes(arguments.changes)
     traces = _read_traces(arguments.paths)
     step_ns = None if arguments.step_ms is None else arguments.step_ms * NS_PER_MS
+    timelines = None if arguments.html is None else StepTimelines()
     try:
-        found = forecast(traces, changes, step_ns)
+        found = forecast(traces, changes, step_ns, timelines)
     except ReplayError as error:
         hint = "record whole steps of a job on a GPU, as with rankscope capture --steps 5"
         return refuse(f"cannot be predicted: {error}; next step: {hint}")
+    if timelines is not None:
+        try:
+            _write_page(arguments.html, found, facts(found, len(traces), arguments.step_ms), timelines)
+        except OSError as error:
+            return refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
     if arguments.json:
         to_stdout(json.dumps(to_json(found, len(traces)), allow_nan=False))
     else:
         print_forecast(found, len(traces), arguments.step_ms)
     return Exit.OK if found.is_usable else Exit.UNDECIDED
+
+
+def _write_page(path: Path, found: Forecast, said: Sequence[str], timelines: StepTimelines) -> None:
+    from rankscope.cli.predict_page import make_page
+
+    write_output(path, make_page(found, headline(found), said, timelines))
+    to_stderr(f"wrote {path}")
 
 
 def _read_changes(said: str | None) -> list[list[Change]] | None:
@@ -125,23 +132,17 @@ def _print_list(*, as_json: bool) -> None:
 
 def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: Terminal | None = None) -> None:
     console = console or Terminal(soft_wrap=True)
-    error = _percent(abs(found.error_ratio))
-    recorded = f"a step of {quantity(found.recorded_step_ns / 1000, 'us')} was recorded on {_count(ranks)}"
+    console.print(Text(headline(found), style="bold" if found.is_usable else "bold red"))
+    for line in facts(found, ranks, step_ms):
+        console.print(Text(line, style="dim" if found.is_usable else ""))
     if not found.is_usable:
-        console.print(Text("Cannot be predicted.", style="bold red"))
-        limit = _percent(MOST_ERROR_RATIO)
-        console.print(Text(f"{recorded}; the replay differs by {error}, more than {limit}."))
-        console.print(Text(f"It drifts apart before {shorten(found.diverges_at, _NAME_CHARACTERS)}."))
         return
-    console.print(Text(_headline(found), style="bold"))
-    console.print(Text(f"{recorded}; the replay differs by {error}", style="dim"))
-    console.print(Text(_host_line(found, step_ms), style="dim"))
     console.print()
     table = make_table(("change", "step", "gain"), left=("change",))
     for one in found.predictions:
         if one.gain_ratio is not None:
             step = quantity((one.step_ns or 0.0) / 1000, "us")
-            table.add_row(*map(Text, (one.name, step, _gain(one))))
+            table.add_row(*map(Text, (one.name, step, gain_words(one))))
     if table.row_count:
         console.print(table)
         console.print()
@@ -151,36 +152,6 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
         elif one.gain_ratio >= LEAST_GAIN_RATIO and len(one.changes) == 1:
             change = one.changes[0]
             console.print(Text(f"{change.name}: {change.remedy}; costs {change.costs}"))
-
-
-def _host_line(found: Forecast, step_ms: float | None) -> str:
-    if found.host_factor is not None:
-        return f"without the profiler the host takes {_percent(found.host_factor)} of its recorded time"
-    why = "the step does not depend on it" if step_ms is not None else "--step-ms MS tells it"
-    least = f"{100 * LEAST_HOST_FACTOR:.0f} to 100 %"
-    return f"without the profiler the host takes {least} of its recorded time; {why}"
-
-
-def _gain(one: Prediction) -> str:
-    """`12.3 %`, or `12.3 to 20.1 %`."""
-    low, high = one.gain_ratio or 0.0, one.most_gain_ratio or 0.0
-    return _percent(low) if high - low < _SAME_GAIN_RATIO else f"{100 * low:.1f} to {_percent(high)}"
-
-
-def _headline(found: Forecast) -> str:
-    best = found.best
-    if best is None:
-        return "None of these changes would shorten the step."
-    what = " and ".join(change.what for change in best.changes)
-    return f"{_gain(best)} of the step would be saved if {what}."
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.1f} %"
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _described(change: Change) -> dict[str, str]:

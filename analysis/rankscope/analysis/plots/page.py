@@ -30,6 +30,12 @@ td.w { overflow-wrap: anywhere; min-width: 16em; }
 th { color: var(--muted); font-weight: 600; white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; }
 tr.marked td { background: var(--mark); }
+.choice > input { position: absolute; opacity: 0; }
+.choice > label { display: inline-block; border: 1px solid var(--grid); border-radius: 6px; padding: 3px 10px;
+  margin: 0 6px 6px 0; cursor: pointer; font-size: 13.5px; }
+.choice > input:checked + label { background: var(--lead); border-color: #0072b2; font-weight: 600; }
+.choice > input:focus-visible + label { outline: 2px solid #0072b2; }
+.choice > figure { display: none; }
 figure { margin: 14px 0; overflow-x: auto; }
 svg, img { max-width: 100%; height: auto; }
 svg .paper { fill: var(--paper); } svg .ink { fill: var(--ink); } svg .muted { fill: var(--muted); }
@@ -51,12 +57,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, paragraphs of plain text, tables, and plots (SVG text made by this package)."""
+    """A heading, paragraphs of plain text, tables, and plots (SVG text made by this package). Of `choices`, named
+    plots, the reader selects one; the first is shown until then."""
 
     title: str
     paragraphs: Sequence[str] = ()
     tables: Sequence[Table] = ()
     plots: Sequence[str] = ()
+    choices: Sequence[tuple[str, str]] = ()
     open: bool = True  # False: collapsed, for a long appendix
 
 
@@ -70,30 +78,50 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "", foot: str =
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">',
         '<meta name="color-scheme" content="light dark">',
-        f"<title>{clean(title)}</title><style>{_STYLE}</style></head><body><main>",
+        f"<title>{clean(title)}</title><style>{_STYLE}{_choice_style(sections)}</style></head><body><main>",
         f"<h1>{clean(title)}</h1>",
     ]
     if lead:
         parts.append(f'<p class="lead">{clean(lead)}</p>')
-    parts += [_section(section) for section in sections]
+    parts += [_section(section, number) for number, section in enumerate(sections)]
     if foot:
         parts.append(f"<footer>{clean(foot)}</footer>")
     parts.append("</main></body></html>\n")
     return "\n".join(parts)
 
 
-def _section(section: Section) -> str:
-    # An SVG inside HTML needs no namespace, and a page without any URL is easy to trust.
-    plots = [
-        f"<figure>{plot.replace(_NAMESPACE, '', 1) if plot.startswith('<svg') else plot}</figure>"
-        for plot in section.plots
-    ]
+def _section(section: Section, number: int) -> str:
     body = "\n".join(
-        [f"<p>{clean(text)}</p>" for text in section.paragraphs] + [_table(table) for table in section.tables] + plots
+        [f"<p>{clean(text)}</p>" for text in section.paragraphs]
+        + [_table(table) for table in section.tables]
+        + [_figure(plot) for plot in section.plots]
+        + ([_choice(section.choices, f"choice-{number}")] if section.choices else [])
     )
     if section.open:
         return f"<section><h2>{clean(section.title)}</h2>\n{body}</section>"
     return f"<section><details><summary>{clean(section.title)}</summary>\n{body}</details></section>"
+
+
+def _figure(plot: str) -> str:
+    # An SVG inside HTML needs no namespace, and a page without any URL is easy to trust.
+    return f"<figure>{plot.replace(_NAMESPACE, '', 1) if plot.startswith('<svg') else plot}</figure>"
+
+
+def _choice(choices: Sequence[tuple[str, str]], group: str) -> str:
+    buttons = [
+        f'<input type="radio" name="{group}" id="{group}-{index}"{"" if index else " checked"}>'
+        f'<label for="{group}-{index}">{clean(name)}</label>'
+        for index, (name, _) in enumerate(choices)
+    ]
+    return "\n".join(['<div class="choice">', *buttons, *(_figure(plot) for _, plot in choices), "</div>"])
+
+
+def _choice_style(sections: Sequence[Section]) -> str:
+    """Shows the plot whose button is checked, without a script."""
+    most = max((len(section.choices) for section in sections), default=0)
+    places = (f":nth-of-type({place})" for place in range(1, most + 1))
+    rules = [f".choice > input{place}:checked ~ figure{place} {{ display: block; }}\n" for place in places]
+    return "".join(rules)
 
 
 def _table(table: Table) -> str:

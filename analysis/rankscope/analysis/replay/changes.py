@@ -21,7 +21,7 @@ from rankscope.analysis.replay.compute_changes import (
 )
 from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, each, merged, of_launch
 from rankscope.analysis.replay.graph import NOTHING, Graph
-from rankscope.analysis.replay.replay import replay
+from rankscope.analysis.replay.replay import collective_wait_ns, replay
 from rankscope.analysis.traces.communication.gradient_buckets import CAPS_MB
 from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.steps import OPTIMIZER_STEP
@@ -150,17 +150,7 @@ def _no_straggler(ranks: Ranks) -> Ranks:
 def waits_ns(ranks: Ranks) -> dict[int, int]:
     """By rank, how long it waits in collectives for others to enter."""
     times = replay({rank: one.graph for rank, one in ranks.items()})
-    entered: dict[int, list[tuple[int, int]]] = {}
-    for rank, one in ranks.items():
-        shared = np.flatnonzero(one.graph.collective != NOTHING)
-        for number, work in zip(one.graph.collective[shared].tolist(), shared.tolist(), strict=True):
-            entered.setdefault(number, []).append((rank, int(times[rank].work_start_ns[work])))
-    waits = dict.fromkeys(ranks, 0)
-    for members in entered.values():
-        latest = max(start for _, start in members)
-        for rank, start in members:
-            waits[rank] += latest - start
-    return waits
+    return {rank: int(collective_wait_ns(one.graph, times[rank]).sum()) for rank, one in ranks.items()}
 
 
 def faster(pattern: str, factor: float) -> Change:

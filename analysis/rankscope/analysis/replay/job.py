@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from rankscope.analysis.replay.graph import NOTHING, Graph, build_graph
-from rankscope.analysis.replay.replay import replay, step_ns
+from rankscope.analysis.replay.replay import Times, replay, step_ns
 from rankscope.analysis.stats.robust import Ints
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.channels import Channel, gather_calls
@@ -74,9 +74,9 @@ def _members(channel: Channel, graphs: Mapping[int, Graph]) -> int:
     return min(channel.size, len(graphs)) if channel.size > 0 else len(graphs)
 
 
-def replayed_step_ns(graphs: Mapping[int, Graph]) -> float:
-    """The median of the ranks, which step together."""
-    times = replay(graphs)
+def replayed_step_ns(graphs: Mapping[int, Graph], times: Mapping[int, Times] | None = None) -> float:
+    """The median of the ranks, which step together. `times` are those of the replay, if it was made before."""
+    times = replay(graphs) if times is None else times
     steps = [step_ns(graph, times[rank].call_end_ns, times[rank].work_end_ns) for rank, graph in graphs.items()]
     return float(np.median(steps))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from rankscope.analysis.replay.changes import CHANGES, Change, are_alternatives
 from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced
 from rankscope.analysis.replay.graph import Graph, ReplayError
 from rankscope.analysis.replay.job import build_graphs, recorded_step_ns, replayed_step_ns
-from rankscope.analysis.replay.replay import replay
+from rankscope.analysis.replay.replay import Times, replay
 from rankscope.analysis.traces.trace import Trace
 
 # Above this, what a replay says about changes means nothing.
@@ -24,6 +25,10 @@ LEAST_HOST_FACTOR = 1 / 3
 # If the host's time makes up less of a step, the step does not tell it.
 _LEAST_HOST_RATIO = 0.02
 _BISECTIONS = 12
+
+# Is called with each replay that the answer comes from: its changes, of which the job as it is has none, the ranks and
+# the times. What it does not keep is freed before the next.
+Watch: TypeAlias = Callable[[tuple[Change, ...], Ranks, Mapping[int, Times]], None]
 
 
 @dataclass(frozen=True)
@@ -65,28 +70,41 @@ class Forecast:
         return abs(self.error_ratio) <= MOST_ERROR_RATIO
 
     @property
+    def worthwhile(self) -> tuple[Prediction, ...]:
+        """Of the same training, the largest gain first."""
+        return _worthwhile(self.predictions)
+
+    @property
     def best(self) -> Prediction | None:
-        """The largest gain of the same training; None if none is worthwhile."""
-        worthwhile = [one for one in self.predictions if one.gain >= LEAST_GAIN_RATIO and not one.alters_training]
-        return worthwhile[0] if worthwhile else None
+        return next(iter(self.worthwhile), None)
+
+
+def _worthwhile(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    chosen = [one for one in predictions if one.gain >= LEAST_GAIN_RATIO and not one.alters_training]
+    return tuple(sorted(chosen, key=lambda one: -one.gain))
 
 
 def forecast(
     traces: Mapping[int, Trace],
     changes: Sequence[Sequence[Change]] | None = None,
     true_step_ns: float | None = None,
+    watch: Watch | None = None,
 ) -> Forecast:
     """Traces by rank. Without `changes`, each that there is, and the best two together. `true_step_ns` is the job's
     step without the profiler, to which the host's time is scaled. Raises ReplayError."""
     graphs = build_graphs(traces)
-    recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs)
+    times = replay(graphs)
+    recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs, times)
     if recorded <= 0:
         raise ReplayError("its steps take no time")
     made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, None, ())
     if not made.is_usable:
-        return replace(made, diverges_at=_divergence(graphs, traces))
+        if watch is not None:
+            watch((), {rank: Traced(graphs[rank], traces[rank]) for rank in traces}, times)
+        return replace(made, diverges_at=_divergence(graphs, traces, times))
     factor = _host_factor(graphs, replayed, true_step_ns)
-    jobs = [_Job.scaled(graphs, traces, one) for one in ((1.0, LEAST_HOST_FACTOR) if factor is None else (factor,))]
+    factors = (1.0, LEAST_HOST_FACTOR) if factor is None else (factor,)
+    jobs = [_job(graphs, traces, one, watch if one == factors[0] else None) for one in factors]
     found = [_predict(jobs, tuple(one)) for one in changes or [(one,) for one in CHANGES]]
     if changes is None:
         found += _best_together(jobs, found)
@@ -100,17 +118,21 @@ class _Job:
 
     ranks: Ranks
     step_ns: float
+    watch: Watch | None
 
-    @classmethod
-    def scaled(cls, graphs: Mapping[int, Graph], traces: Mapping[int, Trace], factor: float) -> _Job:
-        scaled = _scaled(graphs, factor)
-        return cls({rank: Traced(scaled[rank], traces[rank]) for rank in traces}, replayed_step_ns(scaled))
+
+def _job(graphs: Mapping[int, Graph], traces: Mapping[int, Trace], factor: float, watch: Watch | None) -> _Job:
+    scaled = _scaled(graphs, factor)
+    times = replay(scaled)
+    ranks = {rank: Traced(scaled[rank], traces[rank]) for rank in traces}
+    if watch is not None:
+        watch((), ranks, times)
+    return _Job(ranks, replayed_step_ns(scaled, times), watch)
 
 
 def _best_together(jobs: Sequence[_Job], found: Sequence[Prediction]) -> list[Prediction]:
     """The best, and the best of those that it can be combined with."""
-    worthwhile = [one for one in found if one.gain >= LEAST_GAIN_RATIO and not one.alters_training]
-    worthwhile.sort(key=lambda one: -one.gain)
+    worthwhile = _worthwhile(found)
     for other in worthwhile[1:]:
         both = worthwhile[0].changes + other.changes
         if not are_alternatives(both):
@@ -118,8 +140,7 @@ def _best_together(jobs: Sequence[_Job], found: Sequence[Prediction]) -> list[Pr
     return []
 
 
-def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace]) -> str:
-    times = replay(graphs)
+def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace], times: Mapping[int, Times]) -> str:
     most, name = -1, ""
     for rank, graph in graphs.items():
         order = np.argsort(graph.start_ns, kind="stable")
@@ -140,7 +161,11 @@ def _predict(jobs: Sequence[_Job], changes: tuple[Change, ...]) -> Prediction:
             ranks = job.ranks
             for change in changes:
                 ranks = change.apply(ranks)
-            step = replayed_step_ns({rank: one.graph for rank, one in ranks.items()})
+            graphs = {rank: one.graph for rank, one in ranks.items()}
+            times = replay(graphs)
+            if job.watch is not None:
+                job.watch(changes, ranks, times)
+            step = replayed_step_ns(graphs, times)
             outcomes.append((1 - step / samples / job.step_ns, step))
     except NotApplicableError as reason:
         return Prediction(changes, None, None, reason=str(reason))

@@ -104,6 +104,20 @@ def _run(graph: Graph) -> _Rank:
     return Times(np.array(call_end), np.array(work_start), np.array(work_end))
 
 
+def call_starts(graph: Graph, times: Times) -> Ints:
+    if not len(graph.gap_ns):
+        return np.zeros(0, np.int64)
+    reached = np.concatenate((graph.call_start_ns[:1], times.call_end_ns[:-1]))
+    starts: Ints = np.maximum.accumulate(reached + graph.gap_ns)
+    return starts
+
+
+def collective_wait_ns(graph: Graph, times: Times) -> Ints:
+    """Per piece of work, how long it waits for other ranks to enter its collective."""
+    waited = times.work_end_ns - graph.transfer_ns - times.work_start_ns
+    return np.where(graph.collective != NOTHING, waited, 0)
+
+
 def step_ends(graph: Graph, call_end_ns: Ints, work_end_ns: Ints) -> Ints:
     """The end of each step: of its last work, or of its last call where it launches none."""
     ends = np.full(len(graph.steps), np.iinfo(np.int64).min)

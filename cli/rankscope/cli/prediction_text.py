@@ -1,0 +1,51 @@
+"""A forecast in words, for the terminal and for pages."""
+
+from __future__ import annotations
+
+from rankscope.analysis.quantities import count, quantity, shorten
+from rankscope.analysis.replay.prediction import LEAST_HOST_FACTOR, MOST_ERROR_RATIO, Forecast, Prediction
+
+# Gains that differ by less are printed as one.
+_SAME_GAIN_RATIO = 0.01
+# Names of kernels can be thousands of characters long.
+_NAME_CHARACTERS = 76
+
+
+def gain_words(one: Prediction) -> str:
+    """`12.3 %`, or `12.3 to 20.1 %`."""
+    low, high = one.gain_ratio or 0.0, one.most_gain_ratio or 0.0
+    return percent(low) if high - low < _SAME_GAIN_RATIO else f"{100 * low:.1f} to {percent(high)}"
+
+
+def headline(found: Forecast) -> str:
+    if not found.is_usable:
+        return "Cannot be predicted."
+    best = found.best
+    if best is None:
+        return "None of these changes would shorten the step."
+    what = " and ".join(change.what for change in best.changes)
+    return f"{gain_words(best)} of the step would be saved if {what}."
+
+
+def facts(found: Forecast, ranks: int, step_ms: float | None) -> list[str]:
+    """What was recorded, and how well it replays."""
+    error = percent(abs(found.error_ratio))
+    recorded = f"a step of {quantity(found.recorded_step_ns / 1000, 'us')} was recorded on {count(ranks, 'rank')}"
+    if not found.is_usable:
+        return [
+            f"{recorded}; the replay differs by {error}, more than {percent(MOST_ERROR_RATIO)}.",
+            f"It drifts apart before {shorten(found.diverges_at, _NAME_CHARACTERS)}.",
+        ]
+    return [f"{recorded}; the replay differs by {error}", _host_line(found, step_ms)]
+
+
+def _host_line(found: Forecast, step_ms: float | None) -> str:
+    if found.host_factor is not None:
+        return f"without the profiler the host takes {percent(found.host_factor)} of its recorded time"
+    why = "the step does not depend on it" if step_ms is not None else "--step-ms MS tells it"
+    least = f"{100 * LEAST_HOST_FACTOR:.0f} to 100 %"
+    return f"without the profiler the host takes {least} of its recorded time; {why}"
+
+
+def percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"
