@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from rankscope.analysis.quantities import quantity
-from rankscope.analysis.replay.changes import CHANGES, Change
+from rankscope.analysis.replay.changes import CHANGES, Change, bucket, faster
 from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, forecast
 from rankscope.analysis.replay.step_timeline import StepTimelines
@@ -28,6 +29,7 @@ examples:
   rankscope predict trace.json.gz                          every change, the largest gain first
   rankscope predict traces/ --with even                    all ranks of a job: what does the slow one cost?
   rankscope predict trace.json.gz --with fused+graph       two changes together
+  rankscope predict trace.json.gz --with 'softmax*2'       kernels with softmax in their name, twice as fast
   rankscope predict trace.json.gz --step-ms 14.7           the job's step without the profiler, for exact gains
   rankscope predict trace.json.gz --html step.html         a page with the timeline of a step before and after
   rankscope predict --list                                 the changes there are
@@ -37,6 +39,8 @@ printed; above 5 % nothing is predicted. The profiler slows the host: a job that
 What each change assumes: docs/predict.md.
 """
 _BY_NAME = {change.name: change for change in CHANGES}
+_BUCKET = re.compile(r"bucket([1-9]\d{0,4})")
+_FASTER = re.compile(r"([^*]+)\*(\d{1,4}(?:\.\d{1,4})?)")
 NS_PER_MS = 1e6
 
 
@@ -99,11 +103,22 @@ def _write_page(path: Path, found: Forecast, said: Sequence[str], timelines: Ste
 def _read_changes(said: str | None) -> list[list[Change]] | None:
     if said is None:
         return None
-    changes = [[word.strip() for word in part.split("+")] for part in said.split(",")]
-    unknown = [word for part in changes for word in part if word not in _BY_NAME]
-    if unknown:
-        raise CommandError(f"--with {unknown[0]}: there is no such change; next step: one of {', '.join(_BY_NAME)}")
-    return [[_BY_NAME[word] for word in dict.fromkeys(part)] for part in changes]
+    return [[_read_change(word.strip()) for word in dict.fromkeys(part.split("+"))] for part in said.split(",")]
+
+
+def _read_change(word: str) -> Change:
+    if word in _BY_NAME:
+        return _BY_NAME[word]
+    if found := _BUCKET.fullmatch(word):
+        return bucket(int(found[1]))
+    if found := _FASTER.fullmatch(word):
+        factor = float(found[2])
+        if 0 < factor < float("inf"):
+            return faster(found[1], factor)
+    raise CommandError(
+        f"--with {word}: there is no such change; next step: one of {', '.join(_BY_NAME)}, bucketMB such as bucket50, "
+        "or KERNEL*FACTOR such as softmax*2"
+    )
 
 
 def _read_traces(paths: Sequence[str | Path]) -> dict[int, Trace]:
@@ -126,8 +141,9 @@ def _print_list(*, as_json: bool) -> None:
         return
     console = Terminal(soft_wrap=True)
     for change in CHANGES:
-        console.print(Text.assemble((f"{change.name:8}", "bold"), f"{change.what}"))
-        console.print(Text(f"        by {change.remedy}; costs {change.costs}", style="dim"))
+        console.print(Text.assemble((f"{change.name:12}", "bold"), f"{change.what}"))
+        console.print(Text(f"            by {change.remedy}; costs {change.costs}", style="dim"))
+    console.print(Text("also bucketMB, such as bucket50, and KERNEL*FACTOR, such as softmax*2"))
 
 
 def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: Terminal | None = None) -> None:

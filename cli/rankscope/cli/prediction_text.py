@@ -42,7 +42,7 @@ def facts(found: Forecast, ranks: int, step_ms: float | None) -> list[str]:
 def _host_line(found: Forecast, step_ms: float | None) -> str:
     if found.host_factor is not None:
         return f"without the profiler the host takes {percent(found.host_factor)} of its recorded time"
-    why = "the step does not depend on it" if step_ms is not None else "--step-ms MS tells it"
+    why = "the step does not tell it" if step_ms is not None else "--step-ms MS tells it"
     least = f"{100 * LEAST_HOST_FACTOR:.0f} to 100 %"
     return f"without the profiler the host takes {least} of its recorded time; {why}"
 

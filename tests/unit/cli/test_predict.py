@@ -14,6 +14,7 @@ from rankscope.cli.main import main
 from tests.shared_data import H200, ROOT
 
 LAUNCH_BOUND = H200 / "launch_bound.json.gz"
+MATRIX_BOUND = H200 / "matrix_bound.json.gz"
 STRAGGLER = sorted(H200.glob("ddp_straggler_rank*.json.gz"))
 MEASURED_STEP = ("--step-ms", "14.75")
 
@@ -53,7 +54,7 @@ def test_changes_are_ranked_by_what_they_bring(capsys: pytest.CaptureFixture[str
     out = answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
     assert "of the step would be saved if a step is launched as one CUDA graph and the optimizer is one kernel" in out
     rows = [line.split()[0] for line in out.partition("gain\n")[2].splitlines() if line.endswith(" %")]
-    assert rows == ["graph+fused", "graph", "fused"]
+    assert rows == ["graph+fused", "graph", "batch2", "accumulate4", "fused", *rows[5:]]
     assert "fused: fused=True for the optimizer; costs nothing" in out
     assert "input: no step waits for its input" in out
 
@@ -65,12 +66,20 @@ def test_the_ranks_of_a_job_are_replayed_together(capsys: pytest.CaptureFixture[
 
 
 def test_host_time_slowed_by_the_profiler_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--step-ms MS corrects it" in answer(capsys, LAUNCH_BOUND)
+    assert "33 to 100 % of its recorded time; --step-ms MS tells it" in answer(capsys, LAUNCH_BOUND)
     assert "without the profiler the host takes 62" in answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
 
 
 def test_a_busy_device_says_nothing_about_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the device alone takes the step's time" in answer(capsys, LAUNCH_BOUND, "--step-ms", "2")
+    assert "of its recorded time; the step does not tell it" in answer(capsys, LAUNCH_BOUND, "--step-ms", "2")
+
+
+def test_kernels_and_buckets_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    read = json.loads(answer(capsys, MATRIX_BOUND, "--with", "gemm*2,bucket50,tf32+bf16", "--json"))
+    found = {one["name"]: one for one in read["predictions"]}
+    assert 0.40 < found["gemm*2"]["gain_ratio"] < 0.45
+    assert found["bucket50"]["reason"] == "the trace shows no buckets of DDP"
+    assert found["tf32+bf16"]["reason"] == "one takes the place of the other"
 
 
 def test_nothing_to_gain_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +113,9 @@ def test_every_key_and_change_is_documented(capsys: pytest.CaptureFixture[str]) 
     [
         ((), "no trace is named"),
         ((LAUNCH_BOUND, "--with", "magic"), "--with magic: there is no such change"),
+        ((LAUNCH_BOUND, "--with", "fused*2*2"), "--with fused*2*2: there is no such change"),
+        ((LAUNCH_BOUND, "--with", "gemm*0"), "--with gemm*0: there is no such change"),
+        ((LAUNCH_BOUND, "--with", "bucket0"), "--with bucket0: there is no such change"),
         ((LAUNCH_BOUND, "--step-ms", "0"), "a step takes longer than nothing"),
         ((LAUNCH_BOUND, "--step-ms", "nan"), "a step takes longer than nothing"),
         ((H200 / "nccl_world1_3steps.json.gz",), "no step was recorded as a whole"),

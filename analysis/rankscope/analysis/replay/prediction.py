@@ -11,9 +11,10 @@ import numpy as np
 
 from rankscope.analysis.replay.changes import CHANGES, Change, are_alternatives
 from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced
-from rankscope.analysis.replay.graph import Graph, ReplayError
+from rankscope.analysis.replay.graph import NOTHING, Graph, ReplayError
 from rankscope.analysis.replay.job import build_graphs, recorded_step_ns, replayed_step_ns
 from rankscope.analysis.replay.replay import Times, replay
+from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.trace import Trace
 
 # Above this, what a replay says about changes means nothing.
@@ -32,6 +33,17 @@ Watch: TypeAlias = Callable[[tuple[Change, ...], Ranks, Mapping[int, Times]], No
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """What a step consists of: the median of the ranks."""
+
+    kernels: float  # and copies
+    host_ns: float  # without waiting for the device
+    device_ns: float  # of computation and copies, added up
+    communication_ns: float  # without waiting for other ranks, if these are known
+    input_ns: float
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What is sure: of several gains that the host's unknown time allows, the smallest."""
 
@@ -39,6 +51,7 @@ class Prediction:
     step_ns: float | None  # None if it does not apply
     gain_ratio: float | None  # of the time of a sample; below 0 if it becomes longer
     most_gain_ratio: float | None = None
+    costs: StepCosts | None = None
     reason: str = ""  # why it does not apply
 
     @property
@@ -62,6 +75,7 @@ class Forecast:
     error_ratio: float
     diverges_at: str  # the kernel before which recording and replay drift apart most; empty if the replay is usable
     step_ns: float  # that the predictions start from: without the profiler, if that is known
+    costs: StepCosts  # of that step
     host_factor: float | None  # the host's time without the profiler, as a share of its time with it; None: unknown
     predictions: tuple[Prediction, ...]  # largest gain first; none if the replay is too far off
 
@@ -97,7 +111,7 @@ def forecast(
     recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs, times)
     if recorded <= 0:
         raise ReplayError("its steps take no time")
-    made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, None, ())
+    made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, _costs(graphs), None, ())
     if not made.is_usable:
         if watch is not None:
             watch((), {rank: Traced(graphs[rank], traces[rank]) for rank in traces}, times)
@@ -109,7 +123,9 @@ def forecast(
     if changes is None:
         found += _best_together(jobs, found)
     found.sort(key=lambda one: -one.gain)
-    return replace(made, step_ns=jobs[0].step_ns, host_factor=factor, predictions=tuple(found))
+    base = jobs[0]
+    costs = _costs({rank: one.graph for rank, one in base.ranks.items()})
+    return replace(made, step_ns=base.step_ns, costs=costs, host_factor=factor, predictions=tuple(found))
 
 
 @dataclass(frozen=True)
@@ -166,11 +182,30 @@ def _predict(jobs: Sequence[_Job], changes: tuple[Change, ...]) -> Prediction:
             if job.watch is not None:
                 job.watch(changes, ranks, times)
             step = replayed_step_ns(graphs, times)
-            outcomes.append((1 - step / samples / job.step_ns, step))
+            outcomes.append((1 - step / samples / job.step_ns, step, _costs(graphs)))
     except NotApplicableError as reason:
         return Prediction(changes, None, None, reason=str(reason))
-    gains = [gain for gain, _ in outcomes]
-    return Prediction(changes, outcomes[0][1], min(gains), max(gains))
+    gains = [gain for gain, _, _ in outcomes]
+    return Prediction(changes, outcomes[0][1], min(gains), max(gains), outcomes[0][2])
+
+
+def _costs(graphs: Mapping[int, Graph]) -> StepCosts:
+    rows = []
+    for graph in graphs.values():
+        first, last = graph.step_range
+        calls = (graph.call_step >= first) & (graph.call_step <= last)
+        works = (graph.work_step >= first) & (graph.work_step <= last)
+        communicates = works & (graph.kind == Kind.COMMUNICATION)
+        transfers = np.where(graph.collective != NOTHING, graph.transfer_ns, graph.duration_ns)
+        total = (
+            works.sum(),
+            (graph.gap_ns - graph.input_ns + graph.own_ns)[calls].sum(),
+            graph.duration_ns[works & ~communicates].sum(),
+            transfers[communicates].sum(),
+            graph.input_ns[calls].sum(),
+        )
+        rows.append([float(one) / (last - first + 1) for one in total])
+    return StepCosts(*np.median(rows, axis=0).tolist())
 
 
 def _scaled(graphs: Mapping[int, Graph], factor: float) -> dict[int, Graph]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.analysis.traces.trace import Category, Trace
+from rankscope.analysis.traces.trace import Category, Device, Trace
 from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 LATENCY_US, BETWEEN_US, CALL_US = 6.0, 1.5, 4.0
@@ -17,6 +17,7 @@ class Machine:
 
     queue_limit: int = 1 << 30
     rank: int = 0
+    device: str = "NVIDIA H200"
     now: float = 100.0
     events: list[Event] = field(default_factory=list)
     stream_end: dict[int, float] = field(default_factory=dict)
@@ -64,8 +65,11 @@ class Machine:
     def annotate(self, name: str, since: float) -> None:
         self.events.append((name, Category.USER_ANNOTATION, since, self.now - since))
 
+    def operator(self, name: str, since: float) -> None:
+        self.events.append((name, Category.CPU_OP, since, self.now - since))
+
     def trace(self) -> Trace:
-        return make_trace(self.events, rank=self.rank)
+        return make_trace(self.events, rank=self.rank, devices=(Device(0, self.device, None),))
 
 
 def launch_bound() -> Trace:

@@ -16,10 +16,11 @@ MEGA = 1 << 20
 
 def ddp_trace(
     *, gradients: int, gradient_mb: float, per_bucket: int, kernel_us: float, latency_us: float, mb_per_us: float,
-    steps: int = 3, slower: float = 1.0,
+    steps: int = 3, slower: float = 1.0, has_cap: bool = False,
 ) -> Trace:  # fmt: skip
     """Backward computes one gradient per kernel; a bucket is sent when its last gradient is computed and the one
-    before it has been sent. `slower` stretches every second transfer, which no model of size can know."""
+    before it has been sent. `slower` stretches every second transfer, which no model of size can know. `has_cap`: the
+    user gave one, so that the first bucket is as large as the others."""
     events: list[Event] = []
     correlation, clock = 0, 0.0
     for step in range(steps):
@@ -35,7 +36,7 @@ def ddp_trace(
             hook: Event = ("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", OP, host + 3, 6)
             events.append(hook)
             filled += 1
-            if filled == per_bucket or gradient == gradients - 1 or (bucket == 0 and filled * gradient_mb >= 1):
+            if filled == per_bucket or gradient == gradients - 1 or (bucket == 0 and not has_cap):
                 correlation += 1
                 size = int(filled * gradient_mb * MEGA)
                 takes = latency_us + size / MEGA / mb_per_us
@@ -52,6 +53,7 @@ def ddp_trace(
                 link, filled, bucket = start + takes, 0, bucket + 1
             host += 10
         clock = max(device, link, host) + 20
+        events.append(("cudaDeviceSynchronize", RUN, host, clock - 16 - host))
         events.append(("Optimizer.step#AdamW.step", NOTE, clock - 15, 10))
         events.append((f"ProfilerStep#{step}", NOTE, begun, clock - begun))
     return make_trace(events, world_size=8)
@@ -107,7 +109,7 @@ def test_proposes_smaller_buckets_where_one_waits_for_all_gradients() -> None:
 def test_what_it_predicts_is_what_the_other_cap_then_does() -> None:
     job = {"gradients": 200, "gradient_mb": 1, "kernel_us": 20, "latency_us": 400, "mb_per_us": 0.5}
     before = advise(ddp_trace(per_bucket=5, **job))
-    after = advise(ddp_trace(per_bucket=50, **job))
+    after = advise(ddp_trace(per_bucket=50, has_cap=True, **job))
     predicted = {one.cap_mb: one for one in before.predictions}[50]
     assert predicted.buckets == after.buckets
     assert predicted.exposed_ns == pytest.approx(after.exposed_ns, rel=0.1)
