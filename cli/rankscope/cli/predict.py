@@ -14,13 +14,13 @@ from rich.text import Text
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.changes import CHANGES, Change, bucket, faster
 from rankscope.analysis.replay.graph import ReplayError
-from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, forecast
+from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, StepCosts, forecast
 from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.analysis.traces.trace import Trace
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
-from rankscope.cli.prediction_text import facts, gain_words, headline
+from rankscope.cli.prediction_text import facts, gain_unit, gain_words, headline, not_applicable
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.files import load_traces, show_progress
 
@@ -154,20 +154,20 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
     if not found.is_usable:
         return
     console.print()
-    table = make_table(("change", "step", "gain"), left=("change",))
-    for one in found.predictions:
-        if one.gain_ratio is not None:
-            step = quantity((one.step_ns or 0.0) / 1000, "us")
-            table.add_row(*map(Text, (one.name, step, gain_words(one))))
+    known = [one for one in found.predictions if one.gain_ratio is not None]
+    table = make_table(("change", "step", "gain", ""), left=("change", ""))
+    for one in known:
+        step = quantity((one.step_ns or 0.0) / 1000, "us")
+        table.add_row(*map(Text, (one.name, step, gain_words(one), gain_unit(one))))
     if table.row_count:
         console.print(table)
         console.print()
-    for one in found.predictions:
-        if one.gain_ratio is None:
-            console.print(Text(f"{one.name}: {one.reason}", style="dim"))
-        elif one.gain_ratio >= LEAST_GAIN_RATIO and len(one.changes) == 1:
+    for one in known:
+        if one.gain >= LEAST_GAIN_RATIO and len(one.changes) == 1:
             change = one.changes[0]
             console.print(Text(f"{change.name}: {change.remedy}; costs {change.costs}"))
+    for reason, names in not_applicable(found).items():
+        console.print(Text(f"{names}: {reason}", style="dim"))
 
 
 def _described(change: Change) -> dict[str, str]:
@@ -185,15 +185,26 @@ def to_json(found: Forecast, ranks: int) -> dict[str, Any]:
         "diverges_at": found.diverges_at,
         "step_ms": found.step_ns / NS_PER_MS,
         "host_factor": found.host_factor,
+        "consists_of": _costs(found.costs),
         "predictions": [
             {
                 "name": one.name,
                 "step_ms": None if one.step_ns is None else one.step_ns / NS_PER_MS,
                 "gain_ratio": one.gain_ratio,
                 "most_gain_ratio": one.most_gain_ratio,
+                "consists_of": None if one.costs is None else _costs(one.costs),
                 "reason": one.reason,
                 "changes": [_described(change) for change in one.changes],
             }
             for one in found.predictions
         ],
+    }
+
+
+def _costs(costs: StepCosts) -> dict[str, float]:
+    return {
+        "kernels": costs.kernels,
+        **{
+            name.replace("_ns", "_ms"): value / NS_PER_MS for name, value in vars(costs).items() if name.endswith("_ns")
+        },
     }

@@ -13,7 +13,7 @@ from rankscope.analysis.plots.svg import Axis, Frame, Scale, drawing, element, f
 from rankscope.analysis.quantities import count, quantity, shorten
 from rankscope.analysis.replay.prediction import Forecast, Prediction
 from rankscope.analysis.replay.step_timeline import Activity, Lane, StepTimelines, Timeline
-from rankscope.cli.prediction_text import gain_words, percent
+from rankscope.cli.prediction_text import gain_unit, gain_words, not_applicable, percent
 
 # What a page shows of predictions; --with may ask for more.
 MAX_AFTER = 12
@@ -62,7 +62,7 @@ def _predictions(found: Forecast) -> list[Section]:
         [
             one.name,
             quantity((one.step_ns or 0.0) / 1000, "us"),
-            gain_words(one),
+            f"{gain_words(one)} {gain_unit(one)}".strip(),
             "; ".join(change.remedy for change in one.changes),
             "; ".join(change.costs for change in one.changes if change.costs != _FREE) or _FREE,
         ]
@@ -75,7 +75,7 @@ def _predictions(found: Forecast) -> list[Section]:
 
 
 def _not_applicable(found: Forecast) -> list[Section]:
-    rows = [[one.name, one.reason] for one in found.predictions if one.gain_ratio is None]
+    rows = [[names, reason] for reason, names in not_applicable(found).items()]
     return [Section("What does not apply", tables=[Table(["change", "reason"], rows)])] if rows else []
 
 

@@ -17,6 +17,20 @@ def gain_words(one: Prediction) -> str:
     return percent(low) if high - low < _SAME_GAIN_RATIO else f"{100 * low:.1f} to {percent(high)}"
 
 
+def gain_unit(one: Prediction) -> str:
+    """Steps of other batches are compared by their samples."""
+    return "per sample" if one.alters_training else ""
+
+
+def not_applicable(found: Forecast) -> dict[str, str]:
+    """The names of changes that do not apply, by reason."""
+    names: dict[str, list[str]] = {}
+    for one in found.predictions:
+        if one.gain_ratio is None:
+            names.setdefault(one.reason, []).append(one.name)
+    return {reason: ", ".join(some) for reason, some in names.items()}
+
+
 def headline(found: Forecast) -> str:
     if not found.is_usable:
         return "Cannot be predicted."

@@ -77,7 +77,8 @@ class Forecast:
     step_ns: float  # that the predictions start from: without the profiler, if that is known
     costs: StepCosts  # of that step
     host_factor: float | None  # the host's time without the profiler, as a share of its time with it; None: unknown
-    predictions: tuple[Prediction, ...]  # largest gain first; none if the replay is too far off
+    # Those of the same training first, largest gain first; none if the replay is too far off.
+    predictions: tuple[Prediction, ...]
 
     @property
     def is_usable(self) -> bool:
@@ -122,7 +123,7 @@ def forecast(
     found = [_predict(jobs, tuple(one)) for one in changes or [(one,) for one in CHANGES]]
     if changes is None:
         found += _best_together(jobs, found)
-    found.sort(key=lambda one: -one.gain)
+    found.sort(key=lambda one: (one.alters_training, -one.gain))
     base = jobs[0]
     costs = _costs({rank: one.graph for rank, one in base.ranks.items()})
     return replace(made, step_ns=base.step_ns, costs=costs, host_factor=factor, predictions=tuple(found))
