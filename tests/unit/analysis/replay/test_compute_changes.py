@@ -53,7 +53,7 @@ def test_bf16_adds_the_time_of_its_casts() -> None:
     assert found.step_ns == pytest.approx(whole * 1e3, rel=0.01)
 
 
-def test_a_launch_bound_step_gets_longer_by_the_launches_of_casts() -> None:
+def test_casts_make_a_launch_bound_step_longer() -> None:
     def body(machine: Machine) -> None:
         for name in (PRODUCT, MOVING) * 10:
             machine.work(46.0)
@@ -90,7 +90,7 @@ def test_neighbouring_kernels_that_move_data_become_one() -> None:
     assert "no two kernels" in predicted(stepping(products), "compile").reason
 
 
-def test_a_wait_for_merged_work_is_a_wait_for_its_heir() -> None:
+def test_waits_for_merged_work_are_kept() -> None:
     machine = Machine()
     for step in range(4):
         began = machine.now
@@ -149,7 +149,7 @@ def test_recomputation_stops_before_the_last_product_of_a_layer() -> None:
     assert found.gain == pytest.approx(-(70 + 6 * 1100) / before, abs=0.005)
 
 
-def test_a_forward_pass_that_does_not_repeat_is_recomputed_whole() -> None:
+def test_a_forward_pass_without_layers_is_recomputed_whole() -> None:
     def body(machine: Machine) -> None:
         machine.launch(PRODUCT, 1000.0)
         since = machine.now
@@ -165,7 +165,7 @@ def test_chosen_kernels_are_faster() -> None:
     assert predicted(device_bound(), faster("softmax", 2)).reason == "no kernel has that name"
 
 
-def test_other_buckets_take_as_long_as_a_job_that_has_them() -> None:
+def test_other_buckets_take_as_long_as_recorded_ones() -> None:
     job = {"gradients": 200, "gradient_mb": 1, "kernel_us": 20, "latency_us": 400, "mb_per_us": 0.5}
     before = ddp_trace(per_bucket=5, **job)
     after = forecast({0: ddp_trace(per_bucket=50, has_cap=True, **job)}, [])
