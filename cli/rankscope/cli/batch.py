@@ -45,10 +45,8 @@ What the model assumes: docs/batch.md.
 """
 _EXAMPLE = "rankscope batch 8=b8.json.gz 16=b16.json.gz, or 8=134ms,5.8GiB"
 _MICROSECONDS = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
-_BYTES = {
-    **{"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
-    **{"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
-}
+_BYTES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _NUMBER = r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?(?:e[+-]?[0-9]{1,2})?)\s*"
 _TIME = re.compile(f"{_NUMBER}({'|'.join(_MICROSECONDS)})\\s*")
 _SIZE = re.compile(f"{_NUMBER}({'|'.join(_BYTES)})\\s*")
@@ -62,7 +60,6 @@ _SHOWN_CHARACTERS = 60
 class _Measured:
     point: Point
     device_bytes: float | None
-    fragmentation_ratio: float | None
     is_of_profiler: bool  # its step was slowed by the profiler
     input_ratio: float | None  # of the step, in which the device waits for input
 
@@ -92,9 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     except BatchError as error:
         raise CommandError(str(error)) from None
     device_bytes = _least(one.device_bytes for one in measured) if given is None else given * 1e9
-    # Of the largest batch: with little memory in use, what is unused is a large share of it.
-    fragmentation = max(measured, key=lambda one: one.point.batch).fragmentation_ratio
-    found = answer(model, device_bytes, fragmentation)
+    found = answer(model, device_bytes)
     warnings = _warnings(model, found, measured)
     if arguments.json:
         to_stdout(json.dumps(to_json(model, found, warnings), allow_nan=False))
@@ -123,7 +118,7 @@ def _measure(text: str) -> _Measured:
         return _of_trace(int(words), path, step_us, memory_bytes)
     if step_us is None:
         raise CommandError(f"batch {words}: neither a trace nor a step; next step: {_EXAMPLE}")
-    return _Measured(Point(int(words), step_us, None, memory_bytes), None, None, False, None)
+    return _Measured(Point(int(words), step_us, None, memory_bytes), None, False, None)
 
 
 def _of_trace(batch: int, path: str, step_us: float | None, memory_bytes: float | None) -> _Measured:
@@ -148,7 +143,6 @@ def _of_trace(batch: int, path: str, step_us: float | None, memory_bytes: float 
     return _Measured(
         point=point,
         device_bytes=_least(one.device_bytes for one in memory),
-        fragmentation_ratio=_most(one.fragmentation_ratio for one in memory),
         is_of_profiler=step_us is None,
         input_ratio=max((rank.idle.input_wait_us / rank.span_us for rank in ranks if rank.span_us > 0), default=None),
     )
@@ -191,6 +185,9 @@ def _warnings(model: BatchModel, found: Answers, measured: list[_Measured]) -> l
             f"the host bounds the step of batch {slowed[0].batch}, and the profiler slowed it; "
             f"{slowed[0].batch}=TRACE,14.7ms gives the step without"
         )
+    elif model.host_us is not None and model.host_us[1] > (1 + MAX_ERROR_RATIO) * model.host_us[0]:
+        shortest, longest = (quantity(value, "us") for value in model.host_us)
+        said.append(f"the host takes {shortest} to {longest}; the steps that it bounds are no better known")
     waits = [one.point.batch for one in measured if (one.input_ratio or 0.0) > _INPUT_RATIO]
     if waits:
         said.append(f"batch {waits[0]} waits for its input, which the model takes for a time that does not grow")
@@ -237,7 +234,7 @@ def _headline(model: BatchModel, found: Answers) -> str:
         return f"Up to batch {model.points[-1].batch:,} a larger one costs no time."
     smallest = model.points[0].batch
     if found.best_batch == smallest:
-        return f"Batch {smallest:,}, the smallest that was measured, is large enough: doubling brings less than {_limit()}."
+        return f"Batch {smallest:,}, the smallest measured, is large enough: doubling brings less than {_limit()}."
     gain = model.samples_per_second(found.best_batch) / model.samples_per_second(smallest) - 1
     words = f"Batch {found.best_batch:,} has {_percent(gain)} more throughput than {smallest:,}"
     if found.best_batch >= found.saturated_at:
@@ -286,7 +283,7 @@ def to_json(model: BatchModel, found: Answers, warnings: list[str]) -> dict[str,
         "points": [asdict(point) for point in model.points],
         "step": _line_json(model.step, model.step_check, "us"),
         "memory": None if model.memory is None else _line_json(model.memory, model.memory_check, "bytes"),
-        **{key: value for key, value in asdict(found).items()},
+        **asdict(found),
         "warnings": warnings,
     }
 

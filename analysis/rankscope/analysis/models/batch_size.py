@@ -13,7 +13,8 @@ import numpy as np
 
 # Above this, what the model says about other batches means nothing.
 MAX_ERROR_RATIO = 0.10
-# Of the device: for fragmentation, the CUDA context and the buffers of libraries.
+# Of the device: for fragmentation, the CUDA context and the buffers of libraries. What the allocator has reserved and
+# does not use is no measure of it: most is cache, which it gives back before it fails.
 MARGIN_RATIO = 0.10
 # Throughput is saturated where twice the batch brings less.
 SATURATED_GAIN_RATIO = 0.05
@@ -86,6 +87,12 @@ class BatchModel:
     memory_reason: str  # why there is no line; empty if there is one
 
     @property
+    def host_us(self) -> tuple[float, float] | None:
+        """The shortest and the longest step that the host bounds."""
+        bound = [point.step_us for point in self.points if point.is_host_bound]
+        return (min(bound), max(bound)) if bound else None
+
+    @property
     def step_holds(self) -> bool:
         return self.step_check is None or self.step_check.holds
 
@@ -133,7 +140,7 @@ def fit(points: Sequence[Point]) -> BatchModel:
     return BatchModel(
         points=ordered,
         step=step,
-        step_check=_check(ordered, step, _fit_step, lambda point: point.step_us),
+        step_check=_check(ordered, step, _fit_step, _step_or_device),
         memory=memory,
         memory_check=None if memory is None else _check(sized, memory, lambda some: _fit_memory(some)[0], _memory),
         memory_reason=reason,
@@ -168,11 +175,9 @@ def _fit_step(points: Sequence[Point]) -> Line:
 
 def _device_pair(point: Point, floor: float) -> tuple[int, float] | None:
     """None if the step says nothing about the device: it takes as long as the host, and no trace shows more."""
-    if point.is_host_bound and point.device_us is not None:
-        return point.batch, point.device_us
     if point.device_us is None and point.step_us <= (1 + _LEVEL_RATIO) * floor:
         return None
-    return point.batch, point.step_us
+    return point.batch, _step_or_device(point)
 
 
 def _fit_memory(points: Sequence[Point]) -> tuple[Line | None, str]:
@@ -232,7 +237,7 @@ def _check(
     fit_points: Callable[[Sequence[Point]], Line | None],
     value_of: Callable[[Point], float],
 ) -> Check | None:
-    """Each point is predicted from the others, as far as they tell: a floor that no trace shows needs all its points."""
+    """Each point is predicted from the others. A floor that no trace shows is not: it takes all its points to see."""
     is_guessed = line.grows and line.floor is not None and not any(point.is_host_bound for point in points)
     if len(points) < (4 if is_guessed else 3):
         return None
@@ -243,16 +248,19 @@ def _check(
             continue
         other = fit_points([point for point in points if point is not left_out])
         if other is not None:
-            found.append(_worst(other, [(left_out.batch, value)]))
+            of_device = replace(other, floor=None) if left_out.is_host_bound and other.grows else other
+            found.append(_worst(of_device, [(left_out.batch, value)]))
     return max(found, key=lambda one: one.error_ratio, default=None)
 
 
-def answer(model: BatchModel, device_bytes: float | None = None, fragmentation_ratio: float | None = None) -> Answers:
-    """`fragmentation_ratio`: what the allocator held and did not use, if it is known; the margin is no smaller. What
-    rests on a model that does not hold is left out."""
-    usable = None
-    if device_bytes is not None:
-        usable = device_bytes * (1 - max(MARGIN_RATIO, min(fragmentation_ratio or 0.0, 1.0)))
+def _step_or_device(point: Point) -> float:
+    """What grows with the batch. The host's time wanders from run to run."""
+    return point.device_us if point.is_host_bound and point.device_us is not None else point.step_us
+
+
+def answer(model: BatchModel, device_bytes: float | None = None) -> Answers:
+    """What rests on a model that does not hold is left out."""
+    usable = None if device_bytes is None else device_bytes * (1 - MARGIN_RATIO)
     memory = model.memory if model.memory_holds else None
     largest = None if usable is None or memory is None else _largest(memory, usable)
     saturated = _saturated(model) if model.step.grows and model.step_holds else None
