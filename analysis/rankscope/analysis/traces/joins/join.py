@@ -238,7 +238,7 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
         size_bytes=column(trace.size_bytes, ABSENT),
         names=texts,
         collectives=CollectiveColumns(*(_NO_ROWS for _ in fields(CollectiveColumns))),
-        memory=MemoryColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool), _NO_ROWS),
+        memory=MemoryColumns(*(_NO_ROWS for _ in range(4)), np.zeros(0, dtype=bool), *(_NO_ROWS for _ in range(4))),
         flows=FlowColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool)),
     )
 
