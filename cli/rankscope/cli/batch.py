@@ -208,15 +208,17 @@ def print_answers(model: BatchModel, found: Answers, warnings: list[str], consol
         console.print(Text(line, style="dim"))
     console.print()
     if found.rows:
-        table = make_table(("batch", "step", "samples/s", "gain", "memory", ""), left=("",))
+        measured = {point.batch: point for point in model.points}
+        table = make_table(("batch", "step", "measured", "samples/s", "gain", "memory", "measured"))
         for row in found.rows:
             cells = (
                 f"{row.batch:,}",
                 quantity(row.step_us, "us"),
+                quantity(point.step_us, "us") if (point := measured.get(row.batch)) else "",
                 number(row.samples_per_second),
                 "" if row.gain_ratio is None else _percent(row.gain_ratio),
                 quantity(row.memory_bytes, "B"),
-                "measured" if row.is_measured else "",
+                quantity(point.memory_bytes, "B") if point else "",
             )
             table.add_row(*map(Text, cells))
         console.print(table)
@@ -231,12 +233,13 @@ def _headline(model: BatchModel, found: Answers) -> str:
     if found.largest_batch is not None and found.largest_batch < model.points[0].batch:
         return f"Batch {model.points[0].batch:,}, the smallest that was measured, does not fit with the margin."
     if found.best_batch is None or found.saturated_at is None:
-        return f"Up to batch {model.points[-1].batch:,} a larger one costs no time."
+        return f"A larger batch costs no time up to {model.points[-1].batch:,}."
     smallest = model.points[0].batch
     if found.best_batch == smallest:
         return f"Batch {smallest:,}, the smallest measured, is large enough: doubling brings less than {_limit()}."
-    gain = model.samples_per_second(found.best_batch) / model.samples_per_second(smallest) - 1
-    words = f"Batch {found.best_batch:,} has {_percent(gain)} more throughput than {smallest:,}"
+    factor = model.samples_per_second(found.best_batch) / model.samples_per_second(smallest)
+    more = f"{_percent(factor - 1)} more throughput than" if factor < 2 else f"{factor:.1f} times the throughput of"
+    words = f"Batch {found.best_batch:,} has {more} {smallest:,}"
     if found.best_batch >= found.saturated_at:
         return f"{words}; beyond, doubling brings less than {_limit()}."
     return f"{words}; it is the last doubling that fits."
@@ -268,7 +271,7 @@ def _floor(line: Line, unit: str) -> str:
 
 def _checked(check: Check | None) -> str:
     if check is None:
-        return "; not checked, as a third batch would"
+        return "; not checked, which takes one more batch"
     return f"; from the other batches, each is predicted within {_percent(check.error_ratio)}"
 
 

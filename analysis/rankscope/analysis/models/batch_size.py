@@ -26,6 +26,9 @@ _FLAT_RATIO = 0.02
 # A line that misses by less needs no floor. Points on a floor differ by less.
 _STRAIGHT_RATIO, _LEVEL_RATIO = 0.05, 0.10
 _MAX_ROWS = 12
+# A line through steps that differ by many orders of magnitude may come out at zero.
+_MIN_STEP_US = 1e-3
+_ROUNDING = 1e-9  # relative, of floating-point numbers
 
 
 class BatchError(ValueError):
@@ -104,8 +107,11 @@ class BatchModel:
     def holds(self) -> bool:
         return self.step_holds and (self.memory is None or self.memory_holds)
 
+    def step_us(self, batch: float) -> float:
+        return max(self.step.at(batch), _MIN_STEP_US)
+
     def samples_per_second(self, batch: float) -> float:
-        return 1e6 * batch / self.step.at(batch)
+        return 1e6 * batch / self.step_us(batch)
 
 
 @dataclass(frozen=True)
@@ -217,12 +223,18 @@ def _fit_line(pairs: Sequence[tuple[int, float]]) -> Line:
 def _straight(pairs: Sequence[tuple[int, float]]) -> Line:
     """Least squares of relative errors, so that the smallest batch counts as much as the largest."""
     batch, value = np.array(pairs, dtype=np.float64).T
+    if len(pairs) == 2:  # exactly
+        slope = (value[1] - value[0]) / (batch[1] - batch[0])
+        return _line(pairs, float(value[0] - slope * batch[0]), float(slope))
     columns = np.stack((np.ones_like(batch), batch), axis=1) / value[:, None]
     (fixed, per_sample), *_ = np.linalg.lstsq(columns, np.ones_like(batch), rcond=None)
-    grown = per_sample * (batch[-1] - batch[0])
-    flat = grown <= _FLAT_RATIO * value[0]
-    is_rounding = abs(fixed) < 1e-9 * value[0]
-    return Line(0.0 if is_rounding else float(fixed), 0.0 if flat else float(per_sample))
+    return _line(pairs, float(fixed), float(per_sample))
+
+
+def _line(pairs: Sequence[tuple[int, float]], fixed: float, per_sample: float) -> Line:
+    (first, value), (last, _) = pairs[0], pairs[-1]
+    flat = per_sample * (last - first) <= _FLAT_RATIO * value
+    return Line(0.0 if abs(fixed) < _ROUNDING * value else fixed, 0.0 if flat else per_sample)
 
 
 def _worst(line: Line, pairs: Sequence[tuple[int, float]]) -> Check:
@@ -237,20 +249,22 @@ def _check(
     fit_points: Callable[[Sequence[Point]], Line | None],
     value_of: Callable[[Point], float],
 ) -> Check | None:
-    """Each point is predicted from the others. A floor that no trace shows is not: it takes all its points to see."""
+    """Each point is predicted from all, and from the others. With a floor that no trace shows, only where three points
+    or more are above it: fewer do not tell where the line leaves it."""
     is_guessed = line.grows and line.floor is not None and not any(point.is_host_bound for point in points)
     if len(points) < (4 if is_guessed else 3):
         return None
+    above = [point for point in points if value_of(point) > (1 + _LEVEL_RATIO) * (line.floor or 0.0)]
+    left_out = points if not is_guessed else above if len(above) > 2 else []
     found = []
-    for left_out in points:
-        value = value_of(left_out)
-        if is_guessed and value <= (1 + _LEVEL_RATIO) * (line.floor or 0.0):
-            continue
-        other = fit_points([point for point in points if point is not left_out])
-        if other is not None:
-            of_device = replace(other, floor=None) if left_out.is_host_bound and other.grows else other
-            found.append(_worst(of_device, [(left_out.batch, value)]))
-    return max(found, key=lambda one: one.error_ratio, default=None)
+    for point in points:
+        lines = [line]
+        if point in left_out:
+            lines.append(fit_points([other for other in points if other is not point]) or line)
+        for one in lines:
+            of_device = replace(one, floor=None) if point.is_host_bound and one.grows else one
+            found.append(_worst(of_device, [(point.batch, value_of(point))]))
+    return max(found, key=lambda one: one.error_ratio)
 
 
 def _step_or_device(point: Point) -> float:
@@ -274,7 +288,7 @@ def answer(model: BatchModel, device_bytes: float | None = None) -> Answers:
         usable_bytes=usable,
         largest_batch=largest,
         largest_power_of_two=None if largest is None else (1 << largest.bit_length()) >> 1,
-        host_bound_below=min(math.ceil(knee), MAX_BATCH) if knee is not None and knee > 1 else None,
+        host_bound_below=min(math.ceil(knee * (1 - _ROUNDING)), MAX_BATCH) if knee is not None and knee > 1 else None,
         saturated_at=saturated,
         best_batch=best,
         rows=rows,
@@ -284,7 +298,7 @@ def answer(model: BatchModel, device_bytes: float | None = None) -> Answers:
 def _largest(memory: Line, usable: float) -> int:
     if memory.at(0) > usable:
         return 0
-    return int(min(max((usable - memory.fixed) / memory.per_sample, 0.0), MAX_BATCH))
+    return int(min(max((usable - memory.fixed) / memory.per_sample * (1 + _ROUNDING), 0.0), MAX_BATCH))
 
 
 def _saturated(model: BatchModel) -> int:
@@ -313,7 +327,7 @@ def _rows(model: BatchModel, memory: Line | None, largest: int | None, saturated
     rows: list[Row] = []
     batch = min(measured)
     while batch <= until and len(rows) < _MAX_ROWS:
-        step = model.step.at(batch)
+        step = model.step_us(batch)
         per_second = model.samples_per_second(batch)
         gain = per_second / rows[-1].samples_per_second - 1 if rows else None
         size = None if memory is None else memory.at(batch)
