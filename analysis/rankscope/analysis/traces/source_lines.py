@@ -18,7 +18,7 @@ import numpy as np
 from rankscope.analysis.profiles.frames import Frame, is_library
 from rankscope.analysis.quantities import shorten
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups
-from rankscope.analysis.traces.breakdown import device_rows, traced_launch_ratios
+from rankscope.analysis.traces.breakdown import device_rows, ended_in_trace, traced_launch_ratios
 from rankscope.analysis.traces.device_memory import allocator_rows, freed_by, live_at, spans_of_events
 from rankscope.analysis.traces.kernel_stacks import HostCalls, host_calls, python_frame
 from rankscope.analysis.traces.kernels import names_like
@@ -40,8 +40,6 @@ _MODULE_NUMBER: Final = re.compile(r"_\d+$")
 _FRAME: Final = re.compile(r".*\(\d{1,9}\): ", re.DOTALL)
 _TEXT_CHARACTERS: Final = 200
 _MAX_MODULE_DEPTH: Final = 256
-# A step of which less was recorded is left out.
-_WHOLE_STEP_RATIO: Final = 0.98
 # The profiler shortens paths by the folders that Python imports from, so libraries are known by their first folder.
 # Some names of the standard library are also those of scripts.
 _SCRIPTS: Final = {"code", "profile", "test", "trace"}
@@ -83,8 +81,8 @@ def summarize_lines(trace: Trace) -> LinesSummary | None:
 
 def _whole_steps(trace: Trace, steps: Steps, launches: Ints) -> Ints:
     """Positions of the steps that were recorded as a whole; of all if none was."""
-    ratios = traced_launch_ratios(trace, steps, launches) if len(steps) else []
-    whole = [at for at, ratio in enumerate(ratios) if at >= first_whole(steps) and (ratio or 0) >= _WHOLE_STEP_RATIO]
+    ended = ended_in_trace(traced_launch_ratios(trace, steps, launches)) if len(steps) else []
+    whole = [position for position in range(first_whole(steps), len(steps)) if ended[position]]
     return np.array(whole or range(len(steps)), dtype=np.int64)
 
 
