@@ -357,8 +357,8 @@ def test_lines_and_modules_are_listed_with_time_and_memory(capfd: pytest.Capture
     code, out, err = _run(capfd, tmp_path / "stacks.json", "--lines")
     assert (code, err) == (0, "")
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-    assert ["80.0 %", "30 µs", "50 µs", "0", "1,000 B", "1.95 KiB", "Linear", "model.py:5 forward"] in rows
-    assert ["84.0 %", "34 µs", "50 µs", "1,000 B", "1.95 KiB", "1", "Net"] in rows
+    assert ["80.0 %", "30 µs", "50 µs", "0", "1,000 B", "2.15 KiB", "Linear", "model.py:5 forward"] in rows
+    assert ["84.0 %", "34 µs", "50 µs", "1,000 B", "2.15 KiB", "1", "Net"] in rows
     assert "device time of a step, over 2 steps" in out
     code, out, _ = _run(capfd, tmp_path / "stacks.json")
     assert "model.py" not in out

@@ -73,6 +73,11 @@ def test_numbers_alone_show_a_floor_from_two_level_points() -> None:
     assert model.step.floor == 12_000 and step_of(model, 128) == 96_000 and model.holds
 
 
+def test_growth_within_the_noise_is_none() -> None:
+    assert not fit([Point(8, 10_000), Point(16, 10_100)]).step.grows
+    assert fit([Point(8, 10_000), Point(16, 10_400)]).step.grows
+
+
 def test_a_step_that_shrinks_says_nothing_about_larger_batches() -> None:
     model = fit([Point(8, 14_700), Point(16, 12_900)])
     found = answer(model)
