@@ -175,10 +175,10 @@ def _warnings(model: BatchModel, found: Answers, measured: list[_Measured]) -> l
     if not model.step.grows:
         batches = f"batch {model.points[0].batch} to {model.points[-1].batch}"
         said.append(
-            f"the step does not grow from {batches}: something else than the device bounds it; measure a larger"
+            f"the step does not grow from {batches}: something else than the device bounds it; measure a larger batch"
         )
     elif model.step.fixed < 0:
-        said.append("a sample takes longer in a larger batch; what is said beyond the measured ones is too short")
+        said.append("a sample takes longer in a larger batch; steps beyond the measured ones may be too short")
     slowed = [one.point for one in measured if one.is_of_profiler and one.point.is_host_bound]
     if slowed:
         said.append(
@@ -187,15 +187,14 @@ def _warnings(model: BatchModel, found: Answers, measured: list[_Measured]) -> l
         )
     elif model.host_us is not None and model.host_us[1] > (1 + MAX_ERROR_RATIO) * model.host_us[0]:
         shortest, longest = (quantity(value, "us") for value in model.host_us)
-        said.append(f"the host takes {shortest} to {longest}; the steps that it bounds are no better known")
+        said.append(f"the host takes {shortest} to {longest}, so the steps that it bounds are as uncertain")
     waits = [one.point.batch for one in measured if (one.input_ratio or 0.0) > _INPUT_RATIO]
     if waits:
         said.append(f"batch {waits[0]} waits for its input, which the model takes for a time that does not grow")
     if model.memory is None:
-        hint = "record with profile_memory=True, or give it: 8=14.7ms,12.3GiB"
-        said.append(
-            f"{model.memory_reason}; {hint}" if model.memory_reason.startswith("memory is") else model.memory_reason
-        )
+        is_missing = any(point.memory_bytes is None for point in model.points)
+        hint = "; record with profile_memory=True, or give it: 8=14.7ms,12.3GiB" if is_missing else ""
+        said.append(f"{model.memory_reason}{hint}")
     elif found.device_bytes is None:
         said.append("the memory of the device is not known; --memory-gb 80 gives it")
     return said
