@@ -24,8 +24,9 @@ examples:
   rankscope analyze trace 'r*.json.gz' --json | jq .join   for scripts; keys are in docs/analyze-trace.md
   rankscope analyze trace traces/ --merged all.json.gz     one trace of all ranks for ui.perfetto.dev
   rankscope analyze trace trace.json.gz --flame gpu.html   flame graph of the GPU: kernels, launches, operators, Python
+  rankscope analyze trace trace.json.gz --lines            time and memory of each line and module of the model
 
-Flame graphs have Python frames if the trace was recorded with stacks: rankscope capture --stacks, with_stack=True.
+Lines, and Python frames in flame graphs, need traces with stacks: rankscope capture --stacks, with_stack=True.
 Traces are what torch.profiler writes (export_chrome_trace, tensorboard_trace_handler) or a Rankscope capture.
 Broken files are named and left out; the exit code is 2 if nothing could be read.
 """
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help=f"write the time of kernels by their launch, operators and Python stack: {ENDINGS_IN_WORDS}",
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="device time and memory by line of the program and by nn.Module"
     )
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument(
@@ -75,7 +79,12 @@ def _run(arguments: argparse.Namespace) -> int:
     stages = layout.stages if layout else None
     wants_kernels = arguments.flame is not None
     files = reduce_files(
-        arguments.paths, top=arguments.top, stages=stages, kernels=wants_kernels, progress=show_progress
+        arguments.paths,
+        top=arguments.top,
+        stages=stages,
+        kernels=wants_kernels,
+        lines=arguments.lines,
+        progress=show_progress,
     )
     if not files.ranks:
         return refuse(_nothing_read(files.broken))
@@ -86,6 +95,9 @@ def _run(arguments: argparse.Namespace) -> int:
         to_stderr(f"warning: {len(files.broken)} of {total} left out, {len(files.ranks)} analysed")
     ranks = [one.summary.rank for one in files.ranks if one.summary.rank is not None]
     outcome = make_report(files, layout.stage_of(ranks) if layout else None)
+    if arguments.lines and not any(one.summary.lines for one in files.ranks):
+        hint = "next step: record a job on a GPU with with_stack=True, as rankscope capture --stacks does"
+        to_stderr(f"warning: no lines: the trace has no Python stacks; {hint}")
     if outcome.failure:
         to_stderr(f"warning: {outcome.failure}")
     try:
@@ -100,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             from rankscope.cli.trace_report.terminal import print_report
 
-            print_report(outcome.report)
+            print_report(outcome.report, most_lines=arguments.top)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the pipe (`| head`) is gone; the rest of the buffer must not be written at exit.

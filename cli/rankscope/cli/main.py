@@ -53,6 +53,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("context", "name the servers that commands connect to", "cli"),
     Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),
     Subcommand("predict", "predict from traces what a change would bring", "cli"),
+    Subcommand("batch", "predict step time and memory at other batch sizes", "cli"),
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
     Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
     Subcommand("completion", "print the completion script of a shell", "cli"),

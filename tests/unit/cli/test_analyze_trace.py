@@ -16,6 +16,7 @@ from rankscope.cli.trace_report.reduction import LayoutError, read_layout
 from rankscope.common.text import printable
 from rankscope.pprof import profile_pb2 as pb
 from tests.shared_data import H200, ROOT
+from tests.unit.analysis.traces.test_source_lines import STEPS as STEPS_WITH_STACKS
 
 NCCL = H200 / "nccl_world1_3steps.json.gz"
 GLOO = [H200 / f"gloo_2ranks_rank{rank}.json.gz" for rank in (0, 1)]
@@ -290,7 +291,8 @@ def test_the_documented_json_keys_are_exactly_the_produced_ones(
 ) -> None:
     produced: set[str] = set()
     (tmp_path / "broken.json").write_bytes(b"no")
-    for words in ([NCCL], GLOO, [_job(tmp_path, 6, slow=1.5)]):
+    (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": STEPS_WITH_STACKS}))
+    for words in ([NCCL], GLOO, [_job(tmp_path, 6, slow=1.5)], [tmp_path / "stacks.json", "--lines"]):
         produced |= set(_paths(_json(capfd, *words)))
     schema = DOCUMENTED.read_text(encoding="utf-8").split("## JSON", 1)[1].split("\n## ", 1)[0]
     documented = {line.split("`")[1] for line in schema.splitlines() if line.startswith("| `")}
@@ -348,6 +350,32 @@ def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, capfd: pytest.Captur
         for more in ([], ["--parallelism", "pp=2,dp=2,tp=1"], ["--html", tmp_path / "page.html"]):
             code, _, err = _run(capfd, *sorted(tmp_path.glob("*.json")), *more)
             assert code == 0 and "report" not in err.replace("wrote", "")
+
+
+def test_lines_and_modules_are_listed_with_time_and_memory(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": STEPS_WITH_STACKS}))
+    code, out, err = _run(capfd, tmp_path / "stacks.json", "--lines")
+    assert (code, err) == (0, "")
+    rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert ["80.0 %", "30 µs", "50 µs", "0", "1,000 B", "2.15 KiB", "Linear", "model.py:5 forward"] in rows
+    assert ["84.0 %", "34 µs", "50 µs", "1,000 B", "2.15 KiB", "1", "Net"] in rows
+    assert "device time of a step, over 2 steps" in out
+    code, out, _ = _run(capfd, tmp_path / "stacks.json")
+    assert "model.py" not in out
+
+
+def test_lines_without_stacks_say_how_to_get_them(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capfd, NCCL, "--lines")
+    assert code == 0 and "with_stack=True" in err and "lines of rank" not in out
+    assert _json(capfd, NCCL, "--lines")["ranks"][0]["lines"] is None
+
+
+def test_names_of_lines_cannot_control_the_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hostile = f"model.py(5): [red]{HOSTILE}"
+    events = [one | {"name": one["name"].replace("model.py(5): forward", hostile)} for one in STEPS_WITH_STACKS]
+    (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": events}))
+    code, out, _ = _run(capfd, tmp_path / "stacks.json", "--lines")
+    assert code == 0 and "[red]" in out and "\x1b" not in out and "\0" not in out
 
 
 def test_every_format_of_the_device_flame_graph_holds_equal_time(

@@ -256,7 +256,7 @@ def _parts(busy: Occupation, start: Ints, end: Ints) -> list[Parts]:
 def _step_parts(
     steps: Steps, windows: Intervals, of_steps: list[Parts], traced: list[float | None]
 ) -> tuple[StepParts, ...]:
-    first, ended = first_whole(steps), _ended(traced)
+    first, ended = first_whole(steps), ended_in_trace(traced)
     return tuple(
         StepParts(
             **vars(parts),
@@ -273,7 +273,7 @@ def _step_parts(
     )
 
 
-def _ended(traced: list[float | None]) -> list[bool]:
+def ended_in_trace(traced: list[float | None]) -> list[bool]:
     """Per step, whether all of its work is in the trace. Only the last steps can lack some."""
     # Relative to the best step: some launches have no kernel in any step.
     enough = WHOLE_RATIO * max((ratio for ratio in traced if ratio is not None), default=0.0)

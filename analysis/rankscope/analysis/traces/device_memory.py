@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
-from rankscope.analysis.traces.intervals import merge, nest
+from rankscope.analysis.traces.intervals import Spans, merge, nest
 from rankscope.analysis.traces.kernels import names_like
 from rankscope.analysis.traces.steps import BACKWARD, OPTIMIZER_STEP
 from rankscope.analysis.traces.summary_records import MemorySummary
-from rankscope.analysis.traces.trace import ABSENT, Category, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, MemoryColumns, Trace, take_or_absent
 
 # These operators allocate for their caller, which counts as the holder.
 _FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_permuted)?$|aten::(resize_|to|_to_copy)$")
-# A machine has few devices, and few threads allocate. Further ones in a forged trace are left out.
-_MAX_DEVICES, _MAX_THREADS = 64, 32
+# A machine has few devices. Further ones in a forged trace are left out.
+_MAX_DEVICES = 64
 _MAX_CLIMBS = 32
 # Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
 _ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
@@ -49,19 +49,23 @@ class MeasuredMemory:
 
 def measure_memory(trace: Trace, *, most_holders: int = 10) -> tuple[MeasuredMemory, ...]:
     """One per device with allocator events; empty if the profiler ran without profile_memory=True."""
+    return tuple(_measure(trace, rows, most_holders) for rows in allocator_rows(trace))
+
+
+def allocator_rows(trace: Trace) -> list[Ints]:
+    """The events of each device."""
     memory = trace.memory
-    known = memory.allocated_bytes >= 0
+    known = (memory.allocated_bytes >= 0) & (memory.change_bytes != 0)
     places, count = number_groups(memory.on_device.astype(np.int64), memory.device)
     found = [rows[known[rows]] for rows in rows_of_groups(places, count)]
-    return tuple(_measure(trace, rows, most_holders) for rows in found[:_MAX_DEVICES] if len(rows))
+    return [rows for rows in found[:_MAX_DEVICES] if len(rows)]
 
 
 def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
     memory = trace.memory
     allocated, reserved = memory.allocated_bytes[rows], memory.reserved_bytes[rows]
     peak = int(np.argmax(allocated))
-    until = rows[: peak + 1]
-    live = until[_live(memory.change_bytes[until])]
+    live = rows[live_at(memory, rows, peak)]
     sizes, moments = memory.change_bytes[live], memory.time_ns[live]
     optimizer = _within(trace, Category.USER_ANNOTATION, OPTIMIZER_STEP, moments)
     backward = _within(trace, Category.CPU_OP, BACKWARD, moments)
@@ -77,7 +81,7 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
         forward_bytes=int(sizes[~optimizer & ~backward].sum()),
         backward_bytes=int(sizes[backward].sum()),
         optimizer_bytes=int(sizes[optimizer].sum()),
-        holders=_holders(trace, sizes, moments, most_holders),
+        holders=_holders(trace, live, most_holders),
     )
 
 
@@ -86,21 +90,39 @@ def _fragmentation(allocated: Ints, reserved: Ints) -> float:
     return float(1 - allocated[fullest].max() / reserved.max())
 
 
-def _live(change: Ints) -> Bools:
-    """Which allocations were not freed by the end. Events have no address, so a freed block is assumed to be the
-    latest of its size: a backward pass frees what the forward pass allocated."""
-    count = len(change)
-    order = np.lexsort((np.arange(count), np.abs(change)))
-    sign = np.sign(change[order])
-    group, _ = number_groups(np.abs(change[order]))
-    depth = np.cumsum(sign)
-    # The minimum depth from here to the end of the group. Groups get disjoint ranges of numbers, so that one pass
-    # serves all.
-    lifted = depth + group * (2 * count + 2)
-    least = np.minimum.accumulate(lifted[::-1])[::-1]
-    live = np.zeros(count, dtype=bool)
-    live[order] = (sign > 0) & (least >= lifted)
-    return live
+def live_at(memory: MemoryColumns, rows: Ints, event: int) -> Bools:
+    """Which of the events allocated a block that lives after the event at this position."""
+    position = np.arange(len(rows))
+    allocates = memory.change_bytes[rows] > 0
+    return np.asarray(allocates & (position <= event) & (freed_by(memory, rows) > event))
+
+
+def freed_by(memory: MemoryColumns, rows: Ints) -> Ints:
+    """Per event of one device, the position of the event that frees the block; their number if none does. Without
+    addresses a freed block is assumed to be the latest of its size: a backward pass frees what the forward pass
+    allocated."""
+    change, address = memory.change_bytes[rows], memory.address[rows]
+    if (address > 0).all():
+        block, _ = number_groups(address)
+    else:
+        size, _ = number_groups(np.abs(change))
+        block, _ = number_groups(size, _nesting(size, np.sign(change)))
+    order = np.argsort(block, kind="stable")
+    following = np.full(len(rows), len(rows))
+    same = block[order][1:] == block[order][:-1]
+    following[order[:-1][same]] = order[1:][same]
+    return following
+
+
+def _nesting(group: Ints, sign: Ints) -> Ints:
+    """Per event, how many blocks of its group live while its own does. The same number comes next when it is freed."""
+    order = np.argsort(group, kind="stable")
+    depth = np.cumsum(sign[order])
+    first = np.searchsorted(group[order], group[order])
+    before = depth[first] - sign[order][first]
+    level = np.empty(len(group), dtype=np.int64)
+    level[order] = depth - before + (sign[order] < 0)
+    return level
 
 
 def _within(trace: Trace, category: Category, pattern: re.Pattern[str], moments: Ints) -> Bools:
@@ -112,9 +134,9 @@ def _within(trace: Trace, category: Category, pattern: re.Pattern[str], moments:
     return np.asarray((place >= 0) & (moments <= end[np.maximum(place, 0)]))
 
 
-def _holders(trace: Trace, sizes: Ints, moments: Ints, most: int) -> tuple[Holder, ...]:
-    names = _allocating_names(trace, moments)
-    distinct, place = np.unique(names, return_inverse=True)
+def _holders(trace: Trace, events: Ints, most: int) -> tuple[Holder, ...]:
+    sizes = trace.memory.change_bytes[events]
+    distinct, place = np.unique(_allocating_names(trace, events), return_inverse=True)
     held = np.zeros(len(distinct), dtype=np.int64)
     np.add.at(held, place.reshape(-1), sizes)
     blocks = np.bincount(place.reshape(-1), minlength=len(distinct))
@@ -122,29 +144,31 @@ def _holders(trace: Trace, sizes: Ints, moments: Ints, most: int) -> tuple[Holde
     return tuple(Holder(trace.named(int(distinct[i])), int(held[i]), int(blocks[i])) for i in order)
 
 
-def _allocating_names(trace: Trace, moments: Ints) -> Ints:
-    """The name of the innermost operation at each moment. Allocator events do not name their thread: of several
-    threads, the operation that started last is taken, because the others wait."""
-    found = np.full(len(moments), ABSENT, dtype=np.int64)
-    rows = np.flatnonzero(trace.of(Category.CPU_OP))
-    if len(rows) == 0 or len(moments) == 0:
-        return found
-    spans = nest(trace, rows)
+def _allocating_names(trace: Trace, events: Ints) -> Ints:
+    """The name of the innermost operation around each allocator event."""
+    spans = nest(trace, np.flatnonzero(trace.of(Category.CPU_OP)))
+    around = spans_of_events(trace, spans, events)
     is_factory = names_like(trace, _FACTORY)[trace.name[spans.row]]
-    started = np.full(len(moments), np.iinfo(np.int64).min)
-    _, one_of_thread, counts = np.unique(spans.thread_of_row[spans.row], return_index=True, return_counts=True)
-    busiest = np.sort(one_of_thread[np.argsort(-counts, kind="stable")[:_MAX_THREADS]])
-    for witness in spans.row[busiest]:
-        around = spans.around(np.full(len(moments), witness), moments)
-        began = np.where(around >= 0, spans.start_ns[around], np.iinfo(np.int64).min)
-        for _ in range(_MAX_CLIMBS):
-            climbs = (around >= 0) & is_factory[around] & (spans.parent[around] >= 0)
-            if not climbs.any():
-                break
-            around[climbs] = spans.parent[around[climbs]]
-        later = began > started
-        started[later] = began[later]
-        found[later] = trace.name[spans.row[around[later]]]
+    for _ in range(_MAX_CLIMBS):
+        climbs = np.flatnonzero(around >= 0)
+        climbs = climbs[is_factory[around[climbs]] & (spans.parent[around[climbs]] >= 0)]
+        if not len(climbs):
+            break
+        around[climbs] = spans.parent[around[climbs]]
+    return take_or_absent(trace.name[spans.row], around)
+
+
+def spans_of_events(trace: Trace, spans: Spans, events: Ints) -> Ints:
+    """The innermost span around each allocator event on its thread; -1 if there is none."""
+    memory = trace.memory
+    keys = ((trace.process, memory.process[events]), (trace.thread, memory.thread[events]))
+    thread, count = number_groups(*(np.concatenate(pair) for pair in keys))
+    row_of_thread = np.full(count, ABSENT)
+    row_of_thread[thread[: len(trace)]] = np.arange(len(trace))
+    witness = row_of_thread[thread[len(trace) :]]
+    found = np.full(len(events), ABSENT)
+    known = np.flatnonzero(witness >= 0)
+    found[known] = spans.around(witness[known], memory.time_ns[events[known]])
     return found
 
 

@@ -42,11 +42,10 @@ def kernel_profile(trace: Trace) -> Profile:
     """Samples are kernels, copies and memory sets; nanoseconds are their durations on the device, added up even where
     they overlap. A kernel whose launch is not in the trace has no callers. The rank is 0 if the trace has none."""
     rows = device_rows(trace)
-    spans = _host_spans(trace)
-    place = np.full(len(trace), ABSENT)
-    place[spans.row] = np.arange(len(spans.row))
-    forest = _Forest(_parents(trace, spans, place))
-    launch = forest.within_limit(take_or_absent(place, launch_rows(trace)[rows]))
+    calls = host_calls(trace)
+    spans = calls.spans
+    forest = _Forest(calls.parent)
+    launch = forest.within_limit(take_or_absent(calls.place, launch_rows(trace)[rows]))
     used = forest.with_ancestors(launch)
     frames, frame_of_row = _frames(trace, np.concatenate((spans.row[used], rows)))
     frame = np.full(len(spans.row), ABSENT)
@@ -60,10 +59,23 @@ def kernel_profile(trace: Trace) -> Profile:
     return profile_of_columns(frames, ("",), ("",), stack_frames, stack_ends, columns)
 
 
-def _host_spans(trace: Trace) -> Spans:
+@dataclass(frozen=True)
+class HostCalls:
+    """A forest: the host's spans, with backward operators below their forward ones. Numbers are positions in `spans`,
+    as that of the parent."""
+
+    spans: Spans
+    parent: Ints
+    place: Ints  # by row of the trace
+
+
+def host_calls(trace: Trace) -> HostCalls:
     """Without the profiler's steps, whose numbers would keep equal stacks apart."""
     is_step = names_like(trace, PROFILER_STEP)
-    return nest(trace, np.flatnonzero(trace.of(*_ON_HOST) & ~is_step[trace.name]))
+    spans = nest(trace, np.flatnonzero(trace.of(*_ON_HOST) & ~is_step[trace.name]))
+    place = np.full(len(trace), ABSENT)
+    place[spans.row] = np.arange(len(spans.row))
+    return HostCalls(spans, _parents(trace, spans, place), place)
 
 
 def _parents(trace: Trace, spans: Spans, place: Ints) -> Ints:
@@ -110,13 +122,13 @@ def _frames(trace: Trace, rows: Ints) -> tuple[tuple[Frame, ...], Ints]:
     short = dict(zip(native, shorten_all(native, NAME_CHARACTERS), strict=True))
     numbers: dict[Frame, int] = {}
     of_pair = [
-        numbers.setdefault(_python_frame(text) if kind == PYTHON else Frame(short[text], "", 0, kind), len(numbers))
+        numbers.setdefault(python_frame(text) if kind == PYTHON else Frame(short[text], "", 0, kind), len(numbers))
         for text, kind in named
     ]
     return tuple(numbers), np.array(of_pair, dtype=np.int64)[pair_of_row]
 
 
-def _python_frame(text: str) -> Frame:
+def python_frame(text: str) -> Frame:
     """Others than functions with a source are `nn.Module: Linear_3` and `<built-in method …>`."""
     source = _PYTHON_FRAME.fullmatch(text)
     if source is None:

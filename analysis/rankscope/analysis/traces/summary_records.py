@@ -156,6 +156,41 @@ class MemorySummary(Struct, frozen=True):
     allocator_us: float
 
 
+class LineSummary(Struct, frozen=True):
+    """A line of the program and the innermost module that it called; each kernel and block belongs to one row."""
+
+    file: str  # empty if the trace has no line of the program
+    line: int  # the first of its function
+    function: str
+    module: str  # class; empty outside of modules
+    forward_us: float
+    backward_us: float
+    optimizer_us: float
+    share_ratio: float  # of all device time
+    kept_bytes: int | None  # allocated in the forward pass, live when the backward pass begins
+    peak_bytes: int | None  # live at the peak
+
+
+class ModuleSummary(Struct, frozen=True):
+    """One nn.Module, with the modules in it."""
+
+    module: str
+    forward_us: float
+    backward_us: float
+    share_ratio: float
+    kept_bytes: int | None
+    peak_bytes: int | None
+
+
+class LinesSummary(Struct, frozen=True):
+    """Times are of a step; over the whole trace if it has no steps."""
+
+    steps: int | None
+    total_us: float
+    lines: tuple[LineSummary, ...]
+    modules: tuple[ModuleSummary, ...]
+
+
 class RankSummary(Struct, frozen=True):
     rank: int | None  # None: neither in the trace nor in the file name
     file: str
@@ -188,6 +223,7 @@ class RankSummary(Struct, frozen=True):
     bubble: BubbleSummary | None
     memory: MemorySummary
     repairs: tuple[str, ...]
+    lines: LinesSummary | None = None  # if wanted, and the trace has stacks
 
     @property
     def whole_steps(self) -> tuple[StepSummary, ...]:

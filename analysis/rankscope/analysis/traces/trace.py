@@ -72,6 +72,9 @@ class MemoryColumns:
     reserved_bytes: Ints
     on_device: Bools
     device: Ints
+    process: Ints
+    thread: Ints  # that called the allocator
+    address: Ints  # of the block; -1 if the profiler gives none
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.join import keep_essentials
 from rankscope.analysis.traces.kernel_stacks import kernel_profile
+from rankscope.analysis.traces.source_lines import summarize_lines
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Trace
@@ -51,15 +52,16 @@ def reduce_files(
     top: int,
     stages: int | None = None,
     kernels: bool = False,
+    lines: bool = False,
     progress: Progress | None = None,
 ) -> ReducedFiles:
     """By `read_files`: never raises for a bad file."""
-    read = partial(_reduce_file, top=top, stages=stages, kernels=kernels)
+    read = partial(_reduce_file, top=top, stages=stages, kernels=kernels, lines=lines)
     found, broken = read_files(paths, read, lambda one: one.summary.rank, progress=progress)
     return ReducedFiles(tuple(_ranked(one, rank) for _, rank, one in found), broken)
 
 
-def _reduce_file(path: Path, salvage: bool, top: int, stages: int | None, kernels: bool) -> Reduced | str:
+def _reduce_file(path: Path, salvage: bool, top: int, stages: int | None, kernels: bool, lines: bool) -> Reduced | str:
     """The file's numbers, or the reason why there are none."""
     trace = read_file(path, salvage)
     if isinstance(trace, str):
@@ -70,6 +72,8 @@ def _reduce_file(path: Path, salvage: bool, top: int, stages: int | None, kernel
             return "it holds no work: neither events of a device nor operators; was anything profiled?"
         collectives = find_collectives(trace)
         summary = summarize(trace, breakdown, collectives, rank=trace.rank, file=str(path), top=top, stages=stages)
+        if lines:
+            summary = structs.replace(summary, lines=summarize_lines(trace))
         profile = kernel_profile(trace) if kernels else None
         return Reduced(path, summary, breakdown, *keep_essentials(trace, collectives), profile)
     except MemoryError:

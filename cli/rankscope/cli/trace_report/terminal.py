@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.quantities import NOT_MEASURED, display, quantity, shorten, shorten_all
-from rankscope.analysis.traces.summary_records import RankSummary
+from rankscope.analysis.quantities import NOT_MEASURED, count, display, quantity, shorten, shorten_all
+from rankscope.analysis.traces.summary_records import LinesSummary, ModuleSummary, RankSummary
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
 from rankscope.common.text import printable
@@ -20,6 +21,8 @@ _MOST_COLLECTIVES = 8
 # Names of kernels can be thousands of characters long.
 _NAME_CHARACTERS = 76
 _KERNEL_NUMBERS_COLUMNS = 64
+_LINE_CHARACTERS = 60
+_MODULE_NUMBER = re.compile(r"_\d+$")
 
 _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
     ("step", "us", lambda rank: median_step_us(rank)),
@@ -36,7 +39,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
 )
 
 
-def print_report(report: Report, console: Terminal | None = None) -> None:
+def print_report(report: Report, console: Terminal | None = None, *, most_lines: int = 10) -> None:
     if console is None:
         console = Terminal()
     verdict = verdict_sentence(report)
@@ -53,6 +56,7 @@ def print_report(report: Report, console: Terminal | None = None) -> None:
         )
     )
     _print_kernels(report, console)
+    _print_lines(report, console, most_lines)
     _print_collectives(report, console)
     _print_findings(report, console)
     _print_notes(report, console)
@@ -127,6 +131,65 @@ def _print_kernels(report: Report, console: Terminal) -> None:
         )
     console.print()
     console.print(table)
+
+
+def _print_lines(report: Report, console: Terminal, most: int) -> None:
+    """Of the rank whose kernels are shown, or the first that has lines."""
+    ranks = (shown_rank(report), *report.ranks)
+    rank = next((rank for rank in ranks if rank.lines is not None), None)
+    if rank is None or rank.lines is None:
+        return
+    found = rank.lines
+    title = f"lines of rank {name_of(rank)}"
+    table = make_table(
+        ("share", "forward", "backward", "optimizer", "kept", "at peak", "module", title), ("module", title)
+    )
+    for line in found.lines[:most]:
+        table.add_row(
+            _cell(line.share_ratio, "ratio"),
+            *(_amount(value, "us") for value in (line.forward_us, line.backward_us, line.optimizer_us)),
+            *(_amount(value, "B") for value in (line.kept_bytes, line.peak_bytes)),
+            Text(_short(line.module)),
+            Text(_short(f"{line.file}:{line.line} {line.function}" if line.file else "(no line)")),
+        )
+    console.print()
+    console.print(table)
+    _print_modules(found, console, most)
+    per = f"of a step, over {count(found.steps, 'step')}" if found.steps else "of the whole trace"
+    kept = "kept: by the forward pass for the backward pass; a line is the first of its function"
+    console.print(Text(f"device time {per}; {kept}", style="dim"))
+
+
+def _print_modules(found: LinesSummary, console: Terminal, most: int) -> None:
+    """Modules of a class in one row."""
+    classes: dict[str, list[ModuleSummary]] = {}
+    for one in found.modules:
+        classes.setdefault(_MODULE_NUMBER.sub("", one.module), []).append(one)
+    if not classes:
+        return
+    title = "modules, with what is in them"
+    table = make_table(("share", "forward", "backward", "kept", "at peak", "modules", title), (title,))
+    rows = sorted(classes.items(), key=lambda row: -sum(one.share_ratio for one in row[1]))
+    for name, members in rows[:most]:
+        kept, peak = ([getattr(one, key) for one in members] for key in ("kept_bytes", "peak_bytes"))
+        table.add_row(
+            _cell(sum(one.share_ratio for one in members), "ratio"),
+            _amount(sum(one.forward_us for one in members), "us"),
+            _amount(sum(one.backward_us for one in members), "us"),
+            *(_amount(None if None in sizes else sum(sizes), "B") for sizes in (kept, peak)),
+            f"{len(members):,}",
+            Text(_short(name)),
+        )
+    console.print()
+    console.print(table)
+
+
+def _amount(value: float | None, unit: str) -> str:
+    return "0" if value == 0 else quantity(value, unit)
+
+
+def _short(text: str) -> str:
+    return shorten(printable(text), _LINE_CHARACTERS)
 
 
 def _print_collectives(report: Report, console: Terminal) -> None:

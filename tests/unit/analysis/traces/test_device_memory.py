@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.traces.device_memory import Holder, measure_memory
-from rankscope.analysis.traces.trace import Category, MemoryColumns, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, MemoryColumns, Trace
 from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 CPU_OP, ANNOTATION = Category.CPU_OP, Category.USER_ANNOTATION
@@ -20,8 +20,9 @@ def allocating(
     before: int = 0,
     reserved: int = 10_000,
     device: int = 0,
+    addresses: Sequence[int] | None = None,
 ) -> Trace:
-    """Changes are (µs, bytes); `before` was allocated when the trace began."""
+    """Changes are (µs, bytes); `before` was allocated when the trace began. The thread is that of the event around."""
     change = np.array([size for _, size in changes], dtype=np.int64)
     return make_trace(
         events,
@@ -32,8 +33,16 @@ def allocating(
             reserved_bytes=np.full(len(change), reserved),
             on_device=np.ones(len(change), dtype=bool),
             device=np.full(len(change), device),
+            process=np.ones(len(change), dtype=np.int64),
+            thread=np.array([_thread(events, moment) for moment, _ in changes], dtype=np.int64),
+            address=np.full(len(change), ABSENT) if addresses is None else np.array(addresses, dtype=np.int64),
         ),
     )
+
+
+def _thread(events: Sequence[Event], moment: float) -> int:
+    around = [event for event in events if event[2] <= moment <= event[2] + event[3]]
+    return around[-1][4]["thread"] if around and len(around[-1]) > 4 else 1
 
 
 STEP: list[Event] = [
@@ -73,6 +82,12 @@ def test_fragmentation_is_what_is_reserved_and_not_allocated() -> None:
 def test_of_blocks_of_one_size_the_latest_is_freed() -> None:
     (memory,) = measure_memory(allocating(STEP, [(5, 100), (23, 100), (24, -100), (45, 107)]))
     assert memory.holders == (Holder("aten::mm", 107, 1), Holder("aten::addmm", 100, 1))
+
+
+def test_with_addresses_the_block_itself_is_freed() -> None:
+    trace = allocating(STEP, [(5, 100), (23, 100), (24, -100), (45, 107)], addresses=[64, 128, 64, 64])
+    (memory,) = measure_memory(trace)
+    assert memory.holders == (Holder("aten::mm", 107, 1), Holder("aten::gelu", 100, 1))
 
 
 def test_what_is_freed_without_having_been_allocated_was_there_before() -> None:

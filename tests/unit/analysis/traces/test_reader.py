@@ -365,6 +365,7 @@ def test_allocations_are_kept_in_the_order_of_time() -> None:
     assert trace.memory.allocated_bytes.tolist() == [512, 0, 64]
     assert trace.memory.reserved_bytes.tolist() == [ABSENT] * 3
     assert trace.memory.on_device.tolist() == [True, True, False]
+    assert [column.tolist() for column in (trace.memory.address, trace.memory.thread)] == [[1] * 3] * 2
     assert (trace.memory.device.tolist(), int(trace.start_ns[0] - trace.memory.time_ns[0])) == ([0, 0, ABSENT], 2500)
 
 

@@ -88,7 +88,7 @@ def make_trace(
         devices=devices,
         groups=groups,
         collectives=CollectiveColumns(row=column(noted), **texts, **counts),
-        memory=memory or MemoryColumns(nothing, nothing, nothing, nothing, np.array([], dtype=bool), nothing),
+        memory=memory or MemoryColumns(*[nothing] * 4, np.array([], dtype=bool), *[nothing] * 4),
         flows=FlowColumns(nothing, nothing, nothing, nothing, np.array([], dtype=bool)),
         repairs=(),
     )

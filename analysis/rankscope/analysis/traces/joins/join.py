@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups
+from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups, take_rows
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
@@ -19,7 +19,7 @@ from rankscope.analysis.traces.joins.collective_matching import Matched, match_c
 from rankscope.analysis.traces.joins.self_time import Arrivals, StepTimes, find_arrivals, measure_steps
 from rankscope.analysis.traces.joins.step_verdict import judge_steps
 from rankscope.analysis.traces.steps import NO_STEP, find_steps
-from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, FlowColumns, MemoryColumns, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Trace
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
@@ -238,8 +238,8 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
         size_bytes=column(trace.size_bytes, ABSENT),
         names=texts,
         collectives=CollectiveColumns(*(_NO_ROWS for _ in fields(CollectiveColumns))),
-        memory=MemoryColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool), _NO_ROWS),
-        flows=FlowColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool)),
+        memory=take_rows(trace.memory, _NO_ROWS),
+        flows=take_rows(trace.flows, _NO_ROWS),
     )
 
     def moved(old: Ints) -> Ints:

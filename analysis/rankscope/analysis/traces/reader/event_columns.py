@@ -153,6 +153,9 @@ class ColumnBuilder:
             "reserved_bytes": integers([each.reserved_bytes for each in arguments]),
             "on_device": np.where(kind >= 0, kind > 0, device >= 0),  # c10's DeviceType: 0 is the CPU
             "device": device,
+            "process": integers([event.pid for event in events]),
+            "thread": integers([event.tid for event in events]),
+            "address": integers([each.address for each in arguments]),
         }
         self.memory.add(**{key: column[timed] for key, column in columns.items()})
 

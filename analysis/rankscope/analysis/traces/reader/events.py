@@ -77,6 +77,7 @@ class Arguments(msgspec.Struct, gc=False):
     reserved_bytes: Any = msgspec.field(default=-1, name="Total Reserved")
     device_type: Any = msgspec.field(default=-1, name="Device Type")
     memory_device: Any = msgspec.field(default=-1, name="Device Id")
+    address: Any = msgspec.field(default=-1, name="Addr")
     # Long lists in traces with shapes; decoded only for the few events that need them.
     input_dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
     input_type: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")

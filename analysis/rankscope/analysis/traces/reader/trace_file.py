@@ -218,7 +218,7 @@ def _collectives(builder: ColumnBuilder, order: Ints) -> CollectiveColumns:
 def _memory(builder: ColumnBuilder, time_ns: Ints) -> MemoryColumns:
     memory = builder.memory
     order = np.argsort(time_ns, kind="stable")
-    names = ("change_bytes", "allocated_bytes", "reserved_bytes", "device")
+    names = ("change_bytes", "allocated_bytes", "reserved_bytes", "device", "process", "thread", "address")
     columns = {name: memory.take(name)[order] for name in names}
     return MemoryColumns(time_ns[order], on_device=memory.take("on_device")[order].astype(bool), **columns)
 
