@@ -52,6 +52,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
     Subcommand("context", "name the servers that commands connect to", "cli"),
     Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),
+    Subcommand("advise", "say from traces what to change, and what it would bring", "cli"),
     Subcommand("predict", "predict from traces what a change would bring", "cli"),
     Subcommand("batch", "predict step time and memory at other batch sizes", "cli"),
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),

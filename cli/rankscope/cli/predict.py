@@ -14,15 +14,14 @@ from rich.text import Text
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.changes import CHANGES, Change, bucket, faster
 from rankscope.analysis.replay.graph import ReplayError
-from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, StepCosts, forecast
+from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast
 from rankscope.analysis.replay.step_timeline import StepTimelines
-from rankscope.analysis.traces.trace import Trace
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
 from rankscope.cli.prediction_text import facts, gain_unit, gain_words, headline, not_applicable
 from rankscope.cli.terminal import Terminal, make_table
-from rankscope.cli.trace_report.files import load_traces, show_progress
+from rankscope.cli.trace_report.files import load_ranks
 
 _EPILOG = """\
 examples:
@@ -55,11 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHANGE[+CHANGE],…",
         help=f"changes to predict, + for two together: {', '.join(_BY_NAME)} (default: each)",
     )
+    add_step_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the step before and after")
+
+
+def add_step_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-ms", type=float, metavar="MS", help="the job's step without the profiler, in milliseconds"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the step before and after")
+
+
+def read_step(step_ms: float | None) -> float | None:
+    """In nanoseconds."""
+    if step_ms is None:
+        return None
+    if not 0 < step_ms < float("inf"):
+        raise CommandError(f"--step-ms {step_ms:g}: a step takes longer than nothing; next step: --step-ms 250")
+    return step_ms * NS_PER_MS
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,13 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         return Exit.OK
     if not arguments.paths:
         raise CommandError("no trace is named; next step: rankscope predict TRACE, or --list for the changes there are")
-    if arguments.step_ms is not None and not 0 < arguments.step_ms < float("inf"):
-        raise CommandError(
-            f"--step-ms {arguments.step_ms:g}: a step takes longer than nothing; next step: --step-ms 250"
-        )
+    step_ns = read_step(arguments.step_ms)
     changes = _read_changes(arguments.changes)
-    traces = _read_traces(arguments.paths)
-    step_ns = None if arguments.step_ms is None else arguments.step_ms * NS_PER_MS
+    traces = {rank: one.trace for rank, one in load_ranks(arguments.paths).items()}
     timelines = None if arguments.html is None else StepTimelines()
     try:
         found = forecast(traces, changes, step_ns, timelines)
@@ -119,20 +127,6 @@ def _read_change(word: str) -> Change:
         f"--with {word}: there is no such change; next step: one of {', '.join(_BY_NAME)}, bucketMB such as bucket50, "
         "or KERNEL*FACTOR such as softmax*2"
     )
-
-
-def _read_traces(paths: Sequence[str | Path]) -> dict[int, Trace]:
-    loaded = load_traces(paths, progress=show_progress)
-    for one in loaded.broken:
-        to_stderr(f"warning: {one.path}: {one.reason}")
-    if not loaded.traces:
-        raise CommandError("no trace could be read; next step: name files that torch.profiler wrote")
-    known = {one.trace.rank: one.trace for one in loaded.traces if one.trace.rank is not None}
-    if known:
-        return known
-    if len(loaded.traces) > 1:
-        raise CommandError("the traces name no ranks; next step: name one of them, or files as rank-0.json.gz")
-    return {0: loaded.traces[0].trace}
 
 
 def _print_list(*, as_json: bool) -> None:
@@ -185,23 +179,24 @@ def to_json(found: Forecast, ranks: int) -> dict[str, Any]:
         "diverges_at": found.diverges_at,
         "step_ms": found.step_ns / NS_PER_MS,
         "host_factor": found.host_factor,
-        "consists_of": _costs(found.costs),
-        "predictions": [
-            {
-                "name": one.name,
-                "step_ms": None if one.step_ns is None else one.step_ns / NS_PER_MS,
-                "gain_ratio": one.gain_ratio,
-                "most_gain_ratio": one.most_gain_ratio,
-                "consists_of": None if one.costs is None else _costs(one.costs),
-                "reason": one.reason,
-                "changes": [_described(change) for change in one.changes],
-            }
-            for one in found.predictions
-        ],
+        "consists_of": _costs_json(found.costs),
+        "predictions": [prediction_json(one) for one in found.predictions],
     }
 
 
-def _costs(costs: StepCosts) -> dict[str, float]:
+def prediction_json(one: Prediction) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "step_ms": None if one.step_ns is None else one.step_ns / NS_PER_MS,
+        "gain_ratio": one.gain_ratio,
+        "most_gain_ratio": one.most_gain_ratio,
+        "consists_of": None if one.costs is None else _costs_json(one.costs),
+        "reason": one.reason,
+        "changes": [_described(change) for change in one.changes],
+    }
+
+
+def _costs_json(costs: StepCosts) -> dict[str, float]:
     return {
         "kernels": costs.kernels,
         **{

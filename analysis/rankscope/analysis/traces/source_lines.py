@@ -319,3 +319,19 @@ def _modules(trace: Trace, places: _Places, table: _Table) -> tuple[ModuleSummar
         )
         for at in found.largest
     )
+
+
+def heaviest_lines(trace: Trace, rows: Ints, weight: Floats, count: int) -> list[Frame]:
+    """The lines of the program around host events, or around the launches of device work, with the largest sum of
+    weights. Empty without Python stacks."""
+    if not len(rows) or not trace.of(Category.PYTHON).any():
+        return []
+    places = _Places(trace, host_calls(trace))
+    launch = launch_rows(trace)[rows]
+    host_row = np.where(launch >= 0, launch, rows)
+    line = places.of(places.calls.place[host_row], trace.start_ns[host_row]).line
+    known = line >= 0
+    names, number = np.unique(trace.name[places.calls.spans.row[line[known]]], return_inverse=True)
+    total = np.bincount(number.reshape(-1), weight[known], len(names))
+    best = [at for at in np.argsort(-total, kind="stable")[:count].tolist() if total[at] > 0]
+    return [python_frame(trace.named(int(names[at]))) for at in best]

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.messages import overwrite
+from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.messages import overwrite, to_stderr
 
 # Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
 _PATTERNS = (
@@ -78,6 +79,21 @@ def load_traces(
     """Whole traces, by `read_files`."""
     read, broken = read_files(paths, _load, lambda trace: trace.rank, processes=processes, progress=progress)
     return LoadedTraces(tuple(LoadedTrace(path, replace(trace, rank=rank)) for path, rank, trace in read), broken)
+
+
+def load_ranks(paths: Sequence[str | Path]) -> dict[int, LoadedTrace]:
+    """By rank; one trace that names none is rank 0. Broken files are named. Raises CommandError."""
+    loaded = load_traces(paths, progress=show_progress)
+    for one in loaded.broken:
+        to_stderr(f"warning: {one.path}: {one.reason}")
+    if not loaded.traces:
+        raise CommandError("no trace could be read; next step: name files that torch.profiler wrote")
+    known = {one.trace.rank: one for one in loaded.traces if one.trace.rank is not None}
+    if known:
+        return known
+    if len(loaded.traces) > 1:
+        raise CommandError("the traces name no ranks; next step: name one of them, or files as rank-0.json.gz")
+    return {0: loaded.traces[0]}
 
 
 def _load(path: Path, salvage: bool) -> Trace | str:

@@ -66,6 +66,13 @@ def _reduce_file(path: Path, salvage: bool, top: int, stages: int | None, kernel
     trace = read_file(path, salvage)
     if isinstance(trace, str):
         return trace
+    return reduce_trace(path, trace, top=top, stages=stages, kernels=kernels, lines=lines)
+
+
+def reduce_trace(
+    path: Path, trace: Trace, *, top: int, stages: int | None = None, kernels: bool = False, lines: bool = False
+) -> Reduced | str:
+    """The trace's numbers, or the reason why there are none."""
     try:
         breakdown = break_down(trace)
         if breakdown is None:
