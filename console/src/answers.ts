@@ -261,6 +261,7 @@ export interface RankTraceSummary {
   readonly collectives: Readonly<Record<string, number>>;
   readonly top_kernels: readonly string[];
   readonly findings: readonly string[];
+  readonly advice: readonly string[];
   readonly each_step_seconds: readonly number[];
   readonly each_communication_seconds: readonly number[];
   readonly each_exposed_communication_seconds: readonly number[];
@@ -372,6 +373,7 @@ export interface TraceSummary {
   readonly collectives: Readonly<Record<string, number>>;
   readonly top_kernels: readonly string[];
   readonly findings: readonly string[];
+  readonly advice: readonly string[];
   readonly each_step_seconds: readonly number[];
   readonly each_communication_seconds: readonly number[];
   readonly each_exposed_communication_seconds: readonly number[];

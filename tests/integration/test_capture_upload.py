@@ -132,7 +132,7 @@ def _deliver(archive: LocalArchive, cancelled: threading.Event | None = None) ->
         process = RankProcess("train-7b", rank, rank, 2, 9000 + rank, 1, (9000 + rank, 7 + rank))
         recorded[rank] = (process, Recording(path, is_trace=True))
     capture = pb.Capture(id=ID, job="train-7b", ranks=[pb.RankCapture(rank=rank) for rank in (0, 1)])
-    delivered = dict(archive.deliver(capture, recorded, 2, cancelled or threading.Event()))
+    delivered = dict(archive.deliver(capture, recorded, 2, {}, cancelled or threading.Event()))
     assert all(isinstance(one, Delivered) for one in delivered.values()), delivered
     return {rank: one for rank, one in delivered.items() if isinstance(one, Delivered)}
 

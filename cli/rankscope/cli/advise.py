@@ -12,11 +12,12 @@ from rich.text import Text
 
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.advice import Advice, Advised, advise
+from rankscope.analysis.replay.prediction import gain_words
 from rankscope.analysis.traces.diagnosis import Diagnosis
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
 from rankscope.cli.predict import add_step_argument, prediction_json, read_step, to_json
-from rankscope.cli.prediction_text import facts, gain_unit, gain_words, headline
+from rankscope.cli.prediction_text import facts, gain_unit, headline
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.files import load_ranks
 from rankscope.cli.trace_report.reduction import Reduced, ReducedFiles, reduce_trace

@@ -14,12 +14,12 @@ from rich.text import Text
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.changes import CHANGES, Change, bucket, faster
 from rankscope.analysis.replay.graph import ReplayError
-from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast
+from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast, gain_words
 from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
-from rankscope.cli.prediction_text import facts, gain_unit, gain_words, headline, not_applicable
+from rankscope.cli.prediction_text import facts, gain_unit, headline, not_applicable
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.files import load_ranks
 

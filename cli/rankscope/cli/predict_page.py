@@ -11,9 +11,9 @@ from rankscope.analysis.plots import svg
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis, Frame, Scale, drawing, element, frame, heading, hover, label
 from rankscope.analysis.quantities import count, quantity, shorten
-from rankscope.analysis.replay.prediction import Forecast, Prediction
+from rankscope.analysis.replay.prediction import Forecast, Prediction, gain_words
 from rankscope.analysis.replay.step_timeline import Activity, Lane, StepTimelines, Timeline
-from rankscope.cli.prediction_text import gain_unit, gain_words, not_applicable, percent
+from rankscope.cli.prediction_text import gain_unit, not_applicable, percent
 
 # What a page shows of predictions; --with may ask for more.
 MAX_AFTER = 12

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from rankscope.analysis.quantities import count, quantity, shorten
-from rankscope.analysis.replay.prediction import LEAST_HOST_FACTOR, MOST_ERROR_RATIO, Forecast, Prediction
+from rankscope.analysis.replay.prediction import LEAST_HOST_FACTOR, MOST_ERROR_RATIO, Forecast, Prediction, gain_words
 
-# Gains that differ by less are printed as one.
-_SAME_GAIN_RATIO = 0.01
 # Names of kernels can be thousands of characters long.
 _NAME_CHARACTERS = 76
-
-
-def gain_words(one: Prediction) -> str:
-    """`12.3 %`, or `12.3 to 20.1 %`."""
-    low, high = one.gain_ratio or 0.0, one.most_gain_ratio or 0.0
-    return percent(low) if high - low < _SAME_GAIN_RATIO else f"{100 * low:.1f} to {percent(high)}"
 
 
 def gain_unit(one: Prediction) -> str:

@@ -217,6 +217,7 @@ class TraceSummary(_message.Message):
     EACH_COMMUNICATION_SECONDS_FIELD_NUMBER: _builtins.int
     EACH_EXPOSED_COMMUNICATION_SECONDS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     span_seconds: _builtins.float
     compute_seconds: _builtins.float
     communication_seconds: _builtins.float
@@ -248,6 +249,10 @@ class TraceSummary(_message.Message):
     def each_communication_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def each_exposed_communication_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what to change and what it would bring, the largest gain first"""
+
     def __init__(
         self,
         *,
@@ -267,10 +272,11 @@ class TraceSummary(_message.Message):
         each_communication_seconds: _abc.Iterable[_builtins.float] | None = ...,
         each_exposed_communication_seconds: _abc.Iterable[_builtins.float] | None = ...,
         events: _builtins.int = ...,
+        advice: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "compute_seconds", b"compute_seconds", "each_communication_seconds", b"each_communication_seconds", "each_exposed_communication_seconds", b"each_exposed_communication_seconds", "each_step_seconds", b"each_step_seconds", "events", b"events", "exposed_communication_seconds", b"exposed_communication_seconds", "findings", b"findings", "idle_seconds", b"idle_seconds", "memory_copy_seconds", b"memory_copy_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "span_seconds", b"span_seconds", "step_seconds", b"step_seconds", "top_kernels", b"top_kernels"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "advice", b"advice", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "compute_seconds", b"compute_seconds", "each_communication_seconds", b"each_communication_seconds", "each_exposed_communication_seconds", b"each_exposed_communication_seconds", "each_step_seconds", b"each_step_seconds", "events", b"events", "exposed_communication_seconds", b"exposed_communication_seconds", "findings", b"findings", "idle_seconds", b"idle_seconds", "memory_copy_seconds", b"memory_copy_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "span_seconds", b"span_seconds", "step_seconds", b"step_seconds", "top_kernels", b"top_kernels"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mfu_ratio: _TypeAlias = _typing.Literal["mfu_ratio"]  # noqa: Y015
     _WhichOneofArgType__mfu_ratio: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio"]  # noqa: Y015

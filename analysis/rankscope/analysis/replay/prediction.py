@@ -21,6 +21,8 @@ from rankscope.analysis.traces.trace import Trace
 MOST_ERROR_RATIO = 0.05
 # Less is within the noise of any step.
 LEAST_GAIN_RATIO = 0.01
+# Gains that differ by less are one.
+_SAME_GAIN_RATIO = 0.01
 # The profiler makes the host's time longer: 1.5 to 2.9 times, on H200 machines.
 LEAST_HOST_FACTOR = 1 / 3
 # If the host's time makes up less of a step, the step does not tell it.
@@ -92,6 +94,18 @@ class Forecast:
     @property
     def best(self) -> Prediction | None:
         return next(iter(self.worthwhile), None)
+
+
+def gain_words(one: Prediction) -> str:
+    """`12.3 %`, or `12.3 to 20.1 %`."""
+    low, high = one.gain_ratio or 0.0, one.most_gain_ratio or 0.0
+    most = f"{100 * high:.1f} %"
+    return most if high - low < _SAME_GAIN_RATIO else f"{100 * low:.1f} to {most}"
+
+
+def gain_sentence(one: Prediction) -> str:
+    remedies = "; ".join(change.remedy for change in one.changes)
+    return f"{one.name} would save {gain_words(one)} of the step: {remedies}"
 
 
 def _worthwhile(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:

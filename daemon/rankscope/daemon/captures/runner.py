@@ -273,7 +273,8 @@ class CaptureRunner:
         learned = {}
         orders = {order.rank.rank: order for order, _ in work}
         cancelled, steps = self._reservations.cancelled(capture_id), work[0][0].steps
-        for rank, delivered in self._archive.deliver(capture, recorded, steps, cancelled) if recorded else ():
+        before = self._steps_before(capture, list(orders.values()))
+        for rank, delivered in self._archive.deliver(capture, recorded, steps, before, cancelled) if recorded else ():
             if isinstance(delivered, CaptureError):
                 is_cancelled = isinstance(delivered, CancelledError)
                 state = pb.CAPTURE_STATE_CANCELLED if is_cancelled else pb.CAPTURE_STATE_FAILED
@@ -367,8 +368,7 @@ class CaptureRunner:
         capture = self.records.get(capture_id)
         if capture is None or all(rank.state != pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks):
             return
-        asked = capture.requested_unix_millis / 1000
-        before = {order.rank.rank: self._step_seconds(order.rank, asked - STEP_TIME_SECONDS, asked) for order in orders}
+        before = self._steps_before(capture, orders)
         seen = [order for order in orders if before[order.rank.rank] is not None]
         if not seen:
             return
@@ -383,6 +383,10 @@ class CaptureRunner:
                 entry.step_times.CopyFrom(times)
 
             self.records.change_rank(capture_id, order.rank.rank, edit)
+
+    def _steps_before(self, capture: pb.Capture, orders: Sequence[Order]) -> dict[int, float | None]:
+        asked = capture.requested_unix_millis / 1000
+        return {order.rank.rank: self._step_seconds(order.rank, asked - STEP_TIME_SECONDS, asked) for order in orders}
 
     def _conclude(self, capture_id: str) -> None:
         capture = self.records.get(capture_id)

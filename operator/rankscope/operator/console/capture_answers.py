@@ -43,6 +43,7 @@ class TraceSummary(msgspec.Struct):
     collectives: dict[str, int]  # kind to count
     top_kernels: list[str]  # the longest first
     findings: list[str]
+    advice: list[str]
     each_step_seconds: list[float]
     each_communication_seconds: list[float]
     each_exposed_communication_seconds: list[float]
@@ -248,6 +249,7 @@ def findings(capture: pb.Capture) -> list[str]:
     if with_findings:
         culprit = next((one for one in with_findings if one.rank in capture.join.culprits), with_findings[0])
         said.append(f"rank {culprit.rank}: {printable(culprit.summary.findings[0])}")
+        said += [f"rank {culprit.rank}: {printable(advice)}" for advice in culprit.summary.advice[:1]]
     return said
 
 

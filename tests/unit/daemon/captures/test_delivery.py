@@ -51,7 +51,7 @@ def _deliver(
         with path.open("xb") as file:
             file.write(data)
         recorded[rank] = (_process(rank, len(recordings), environment), Recording(path, is_trace=True))
-    return dict(archive.deliver(_capture(len(recordings)), recorded, steps, threading.Event()))
+    return dict(archive.deliver(_capture(len(recordings)), recorded, steps, {}, threading.Event()))
 
 
 def _artifact(store: Store, rank: int) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_stacks_are_kept_with_their_notes_beside(store: Store, tmp_path: Path) -
     path = archive.workspace(ID).folder / "rank0.folded"
     path.write_bytes(b"main;train 7\n")
     recording = Recording(path, is_trace=False, start_unix_millis=5, notes=("from py-spy",))
-    ((_, one),) = archive.deliver(_capture(1), {0: (_process(0, 1), recording)}, 2, threading.Event())
+    ((_, one),) = archive.deliver(_capture(1), {0: (_process(0, 1), recording)}, 2, {}, threading.Event())
     assert isinstance(one, Delivered)
     assert (one.artifact, one.summary, one.steps, one.start_unix_millis) == ("rank0.folded.gz", None, None, None)
     beside = json.loads((store.folder / ID / "rank0.folded.gz.notes").read_bytes())

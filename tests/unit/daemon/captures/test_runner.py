@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,7 +77,12 @@ class MemoryArchive:
         return Workspace(self.root)
 
     def deliver(
-        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
+        self,
+        capture: pb.Capture,
+        recorded: Recorded,
+        steps: int | None,
+        step_seconds: Mapping[int, float | None],
+        cancelled: threading.Event,
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
         if self.slow:
             self.delivering.set()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_all_ranks_are_cut_at_the_same_step_boundary(tmp_path: Path) -> None:
     assert starts[0] == starts[1] == starts[2] - 7  # type: ignore[operator]
     joined = find(join_file(tmp_path), Joined)
     assert joined is not None and joined.collectives_matched == 3
+
+
+def test_the_summary_says_what_would_help(tmp_path: Path) -> None:
+    trace = gzip.decompress((H200 / "launch_bound.json.gz").read_bytes())
+    result = Processed(tmp_path, {0: trace}, asked=None, pid=529, steps=5, step_seconds=0.01475).result(0)
+    assert result.summary is not None and result.notes == []
+    together, graph, fused = result.summary.advice
+    assert re.match(r"graph\+fused would save 62\.\d % of the step: torch\.compile.*; fused=True", together)
+    assert graph.startswith("graph would save 5") and fused.startswith("fused would save")
 
 
 def test_a_ranks_windows_are_kept_separately_and_summed(tmp_path: Path) -> None:

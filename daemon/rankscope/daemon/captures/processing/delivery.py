@@ -62,13 +62,18 @@ class LocalArchive:
         return self._store.workspace(capture_id)
 
     def deliver(
-        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
+        self,
+        capture: pb.Capture,
+        recorded: Recorded,
+        steps: int | None,
+        step_seconds: Mapping[int, float | None],
+        cancelled: threading.Event,
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
-        """All ranks at once: their traces are cut at the same step."""
+        """All ranks at once: their traces are cut at the same step. `step_seconds` by rank, before the capture."""
         self._forget(capture.id)
         try:
             folder = self._store.workspace(capture.id).folder
-            jobs = {rank: self._job(capture, folder, *pair) for rank, pair in recorded.items()}
+            jobs = {rank: self._job(capture, folder, *pair, step_seconds.get(rank)) for rank, pair in recorded.items()}
             job = records.Job(steps, list(jobs.values()))
             crash = self._process(folder, job, self._store.tenant(capture.id), cancelled)
         except (CaptureError, OSError) as error:
@@ -105,7 +110,14 @@ class LocalArchive:
     def load(self) -> Sequence[pb.Capture]:
         return self._store.load()
 
-    def _job(self, capture: pb.Capture, folder: Path, process: RankProcess, recording: Recording) -> records.RankJob:
+    def _job(
+        self,
+        capture: pb.Capture,
+        folder: Path,
+        process: RankProcess,
+        recording: Recording,
+        step_seconds: float | None,
+    ) -> records.RankJob:
         flops, peak = _declared(process.environment)
         backend = next((entry.backend for entry in capture.ranks if entry.rank == process.rank), "")
         return records.RankJob(
@@ -120,6 +132,7 @@ class LocalArchive:
             more_windows=[str(path) for path in recording.more_windows],
             flops_per_step=None if flops is None else flops / process.world_size,
             peak_flops_per_second=peak,
+            step_seconds=step_seconds,
         )
 
     def _notes(self, capture: pb.Capture, process: RankProcess, backend: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class RankJob(msgspec.Struct, frozen=True):
     more_windows: list[str] = []  # further recordings like the first; `steps` counts all together
     flops_per_step: float | None = None  # of this rank
     peak_flops_per_second: float | None = None  # declared; else by the device's name
+    step_seconds: float | None = None  # before the capture, without a profiler
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -46,6 +47,7 @@ class Summary(msgspec.Struct, frozen=True):
     collectives: dict[str, int]
     top_kernels: list[str]
     findings: list[str]
+    advice: list[str]
     # One value for each step of the artifact; empty if the artifact holds more than whole steps.
     each_step_seconds: list[float] = []
     each_communication_seconds: list[float] = []

@@ -20,6 +20,8 @@ import msgspec
 import numpy as np
 
 from rankscope.analysis.models.device_peaks import peak_flops_per_second
+from rankscope.analysis.replay.graph import ReplayError
+from rankscope.analysis.replay.prediction import forecast, gain_sentence
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cut import Stretch, WholeSteps, common_run, cut
@@ -30,7 +32,7 @@ from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary
-from rankscope.analysis.traces.trace import Trace
+from rankscope.analysis.traces.trace import Category, Trace
 from rankscope.common.text import printable
 from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing.messages import (
@@ -61,6 +63,8 @@ _EACH = ("each_step_seconds", "each_communication_seconds", "each_exposed_commun
 TOP_KERNELS = 5
 FINDINGS_LIMIT = 8
 NAME_LIMIT, SENTENCE_LIMIT = 160, 400
+# A replay takes about 2 µs for each, and there are some thirty.
+ADVICE_KERNELS_LIMIT = 200_000
 _COUNT_LIMIT = (1 << 32) - 1
 MEMORY_LIMIT_BYTES: Final = 6 << 30
 CPU_LIMIT_SECONDS: Final = 600
@@ -109,7 +113,12 @@ def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
 
 
 def summary_of(
-    summary: RankSummary, step_seconds: float | None, job: RankJob, steps: Sequence[StepParts] = (), events: int = 0
+    summary: RankSummary,
+    step_seconds: float | None,
+    job: RankJob,
+    steps: Sequence[StepParts] = (),
+    events: int = 0,
+    advice: Sequence[str] = (),
 ) -> Summary:
     """`steps` counts the whole steps of the artifact."""
     counts: dict[str, int] = {}
@@ -131,6 +140,7 @@ def summary_of(
         collectives=counts,
         top_kernels=[printable(kernel.name, NAME_LIMIT) for kernel in summary.top_kernels[:TOP_KERNELS]],
         findings=[printable(finding, SENTENCE_LIMIT) for finding in findings[:FINDINGS_LIMIT]],
+        advice=[printable(one, SENTENCE_LIMIT) for one in advice[:FINDINGS_LIMIT]],
         each_step_seconds=[step.span_ns / 1e9 for step in steps],
         each_communication_seconds=[step.communication_ns / 1e9 for step in steps],
         each_exposed_communication_seconds=[step.exposed_communication_ns / 1e9 for step in steps],
@@ -336,7 +346,8 @@ def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | N
         summary = summarize(trace, breakdown, collectives, rank=one.rank, file="", top=TOP_KERNELS)
         # A first or last step that the recording cut says nothing about a step.
         steps = breakdown.steps if len(breakdown.steps) == result.steps else ()
-        result.summary = summary_of(summary, whole.seconds, one, steps[:EACH_STEP_LIMIT], len(trace))
+        advice = _advice(trace, one)
+        result.summary = summary_of(summary, whole.seconds, one, steps[:EACH_STEP_LIMIT], len(trace), advice)
         return _Essence(*keep_essentials(trace, collectives), breakdown)
     except TraceError as error:
         result.notes.append(f"the artifact cannot be read again: {error}; please report this")
@@ -345,6 +356,17 @@ def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | N
     except SURPRISES as error:
         result.notes.append(f"the trace cannot be summed up ({type(error).__name__}: {error}); please report this")
     return None
+
+
+def _advice(trace: Trace, one: RankJob) -> list[str]:
+    """What to change; nothing if the trace cannot be replayed, or is so large that it would take long."""
+    if int(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET).sum()) > ADVICE_KERNELS_LIMIT:
+        return []
+    try:
+        found = forecast({one.rank: trace}, true_step_ns=None if one.step_seconds is None else one.step_seconds * 1e9)
+    except ReplayError:
+        return []
+    return [gain_sentence(prediction) for prediction in found.worthwhile]
 
 
 def _join(essences: Mapping[int, _Essence]) -> Joined | None:
