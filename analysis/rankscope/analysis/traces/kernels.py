@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -36,6 +36,8 @@ _TENSOR_CORE = re.compile(
     re.IGNORECASE,
 )
 TOP = 20
+# cuBLAS and cuDNN name their products xmma also where plain FP32 units do them.
+_PLAIN_UNITS = re.compile(r"_ffma_|simt_")
 # FP32 matrix products without tensor cores. A name that indicates tensor cores takes precedence.
 _PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
 _DENSE = re.compile(
@@ -80,7 +82,8 @@ def host_communication(trace: Trace) -> Bools:
 
 def tensor_core(trace: Trace) -> Bools:
     """Kernels that, by their name, run on tensor or matrix cores."""
-    return trace.of(Category.KERNEL) & names_like(trace, _TENSOR_CORE, anywhere=True)[trace.name]
+    of_name = names_like(trace, _TENSOR_CORE, anywhere=True) & ~names_like(trace, _PLAIN_UNITS, anywhere=True)
+    return trace.of(Category.KERNEL) & of_name[trace.name]
 
 
 def names_like(trace: Trace, pattern: re.Pattern[str], *, anywhere: bool = False) -> Bools:
@@ -146,6 +149,37 @@ def _own_durations(trace: Trace, rows: Ints) -> Ints:
     return own
 
 
+@dataclass(frozen=True)
+class KernelClasses:
+    """What kernels do, by their names; one entry per row that was asked for. A kernel may be in no class."""
+
+    dense: Bools  # matrix products, convolution, attention: limited by FLOP/s
+    on_tensor_cores: Bools  # of the dense ones
+    plain: Bools  # dense, known to be without tensor cores
+    moving: Bools  # elementwise, norms, copies, fills: limited by memory bandwidth
+    unfused: Bools  # of the moving ones
+
+
+def classify_kernels(trace: Trace, rows: Ints) -> KernelClasses:
+    is_set, is_copy = trace.of(Category.MEMSET)[rows], trace.of(Category.MEMCPY)[rows]
+    names, name_of = np.unique(trace.name[rows], return_inverse=True)
+
+    def like(pattern: re.Pattern[str]) -> Bools:
+        # Only names of kernels: a trace has many more, and these patterns are slow.
+        return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()], dtype=bool)[name_of]
+
+    on_tensor_cores = tensor_core(trace)[rows]
+    dense = (like(_DENSE) | on_tensor_cores) & ~is_copy
+    moving = (like(_MOVING) & ~dense) | is_set | is_copy
+    return KernelClasses(
+        dense=dense,
+        on_tensor_cores=on_tensor_cores,
+        plain=like(_PLAIN_MATRIX) & ~on_tensor_cores,
+        moving=moving,
+        unfused=moving & ~is_set & ~like(_FUSED),
+    )
+
+
 def summarize_compute(trace: Trace) -> ComputeSummary | None:
     """None if there are no computation kernels."""
     rows = np.flatnonzero(classify(trace) == Kind.COMPUTE)
@@ -154,26 +188,16 @@ def summarize_compute(trace: Trace) -> ComputeSummary | None:
     total = float(duration.sum())
     if total <= 0 or is_set.all():
         return None
-    names, name_of = np.unique(trace.name[rows], return_inverse=True)
-
-    def like(pattern: re.Pattern[str]) -> Bools:
-        # Only names of kernels: a trace has many more, and these patterns are slow.
-        return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()])[name_of]
-
-    on_tensor_cores = tensor_core(trace)[rows]
-    dense = like(_DENSE) | on_tensor_cores
-    moving = (like(_MOVING) & ~dense) | is_set
-    plain = like(_PLAIN_MATRIX) & ~on_tensor_cores
-    unfused = moving & ~is_set & ~like(_FUSED)
+    classes = classify_kernels(trace, rows)
 
     def share(which: Bools) -> float:
         return float(duration[which].sum()) / total
 
     return ComputeSummary(
-        moving_ratio=share(moving),
-        unfused_ratio=share(unfused),
-        plain_matrix_ratio=share(plain),
-        tensor_core_ratio=share(on_tensor_cores),
+        moving_ratio=share(classes.moving),
+        unfused_ratio=share(classes.unfused),
+        plain_matrix_ratio=share(classes.plain),
+        tensor_core_ratio=share(classes.on_tensor_cores),
         kernel_median_us=float(np.median(duration[~is_set])) / 1000,
         kernel_count=int((~is_set).sum()),
     )
