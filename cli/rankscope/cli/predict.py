@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, MOST_ERROR_RA
 from rankscope.analysis.traces.trace import Trace
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.predict_device import (
+    add_device_arguments,
+    check_device_arguments,
+    device_json,
+    headline,
+    move,
+    print_device,
+)
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.files import load_traces, show_progress
 
@@ -26,6 +34,7 @@ examples:
   rankscope predict traces/ --with even                    all ranks of a job: what does the slow one cost?
   rankscope predict trace.json.gz --with fused+graph       two changes together
   rankscope predict trace.json.gz --step-ms 14.7           the job's step without the profiler, for exact gains
+  rankscope predict trace.json.gz --on H100                on another GPU
   rankscope predict --list                                 the changes there are
 
 The steps of the traces are replayed from the durations of their kernels and host calls. The error of that replay is
@@ -53,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms", type=float, metavar="MS", help="the job's step without the profiler, in milliseconds"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_device_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,17 +76,25 @@ def run(arguments: argparse.Namespace) -> int:
             f"--step-ms {arguments.step_ms:g}: a step takes longer than nothing; next step: --step-ms 250"
         )
     changes = _read_changes(arguments.changes)
+    other = check_device_arguments(arguments)
     traces = _read_traces(arguments.paths)
     step_ns = None if arguments.step_ms is None else arguments.step_ms * NS_PER_MS
     try:
-        found = forecast(traces, changes, step_ns)
+        moved = None if other is None else move(arguments, traces, other, changes, step_ns)
+        found = forecast(traces, changes, step_ns) if moved is None else moved.as_is
     except ReplayError as error:
         hint = "record whole steps of a job on a GPU, as with rankscope capture --steps 5"
         return refuse(f"cannot be predicted: {error}; next step: {hint}")
+    prices = arguments.price, arguments.price_now
     if arguments.json:
-        to_stdout(json.dumps(to_json(found, len(traces)), allow_nan=False))
-    else:
+        on = None if moved is None else device_json(moved, *prices)
+        to_stdout(json.dumps({**to_json(found, len(traces)), "on": on}, allow_nan=False))
+    elif moved is None:
         print_forecast(found, len(traces), arguments.step_ms)
+    else:
+        console = Terminal(soft_wrap=True)
+        if _print_replay(found, len(traces), arguments.step_ms, lambda: headline(moved), console):
+            print_device(moved, *prices, console)
     return Exit.OK if found.is_usable else Exit.UNDECIDED
 
 
@@ -116,6 +134,14 @@ def _print_list(*, as_json: bool) -> None:
 
 def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: Terminal | None = None) -> None:
     console = console or Terminal(soft_wrap=True)
+    if _print_replay(found, ranks, step_ms, lambda: _headline(found), console):
+        _print_predictions(found, console)
+
+
+def _print_replay(
+    found: Forecast, ranks: int, step_ms: float | None, answer: Callable[[], str], console: Terminal
+) -> bool:
+    """The answer, and what it rests on. False if the replay is too far off for one."""
     error = _percent(abs(found.error_ratio))
     recorded = f"a step of {quantity(found.recorded_step_ns / 1000, 'us')} was recorded on {_count(ranks)}"
     if not found.is_usable:
@@ -123,8 +149,8 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
         limit = _percent(MOST_ERROR_RATIO)
         console.print(Text(f"{recorded}; the replay differs by {error}, more than {limit}."))
         console.print(Text(f"It drifts apart before {shorten(found.diverges_at, _NAME_CHARACTERS)}."))
-        return
-    console.print(Text(_headline(found), style="bold"))
+        return False
+    console.print(Text(answer(), style="bold"))
     console.print(Text(f"{recorded}; the replay differs by {error}", style="dim"))
     if found.host_factor < 1:
         factor = _percent(found.host_factor)
@@ -133,6 +159,10 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
         known = "; the device alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
         console.print(Text(f"host time as recorded, slowed by the profiler{known}", style="dim"))
     console.print()
+    return True
+
+
+def _print_predictions(found: Forecast, console: Terminal) -> None:
     table = make_table(("change", "step", "gain"), left=("change",))
     for one in found.predictions:
         if one.gain_ratio is not None:

@@ -60,24 +60,34 @@ def forecast(
 ) -> Forecast:
     """Traces by rank. Without `changes`, each that there is, and the best two together. `true_step_ns` is the job's
     step without the profiler, to which the host's time is scaled. Raises ReplayError."""
+    made, ranks = replay_as_is(traces, true_step_ns)
+    if not made.is_usable:
+        return made
+    base = made.step_ns
+    found = [predict(ranks, tuple(one), base) for one in changes or [(one,) for one in CHANGES]]
+    if changes is None:
+        best = sorted((one for one in found if one.gain >= LEAST_GAIN_RATIO), key=lambda one: -one.gain)[:2]
+        if len(best) == 2:
+            found.append(predict(ranks, best[0].changes + best[1].changes, base))
+    found.sort(key=lambda one: -one.gain)
+    return replace(made, predictions=tuple(found))
+
+
+def replay_as_is(traces: Mapping[int, Trace], true_step_ns: float | None) -> tuple[Forecast, Ranks]:
+    """The job without changes, and the ranks that changes start from. Raises ReplayError."""
     graphs = build_graphs(traces)
     recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs)
     if recorded <= 0:
         raise ReplayError("its steps take no time")
     made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, 1.0, ())
     if not made.is_usable:
-        return replace(made, diverges_at=_divergence(graphs, traces))
+        return replace(made, diverges_at=_divergence(graphs, traces)), {}
     factor = _host_factor(graphs, replayed, true_step_ns)
     scaled = _scaled(graphs, factor)
-    ranks = {rank: Traced(scaled[rank], traces[rank]) for rank in traces}
     base = replayed if factor == 1.0 else replayed_step_ns(scaled)
-    found = [_predict(ranks, tuple(one), base) for one in changes or [(one,) for one in CHANGES]]
-    if changes is None:
-        best = sorted((one for one in found if one.gain >= LEAST_GAIN_RATIO), key=lambda one: -one.gain)[:2]
-        if len(best) == 2:
-            found.append(_predict(ranks, best[0].changes + best[1].changes, base))
-    found.sort(key=lambda one: -one.gain)
-    return replace(made, step_ns=base, host_factor=factor, predictions=tuple(found))
+    return replace(made, step_ns=base, host_factor=factor), {
+        rank: Traced(scaled[rank], traces[rank]) for rank in traces
+    }
 
 
 def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace]) -> str:
@@ -92,7 +102,7 @@ def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace]) -> str
     return name
 
 
-def _predict(ranks: Ranks, changes: tuple[Change, ...], base: float) -> Prediction:
+def predict(ranks: Ranks, changes: tuple[Change, ...], base: float) -> Prediction:
     try:
         for change in changes:
             ranks = change.apply(ranks)

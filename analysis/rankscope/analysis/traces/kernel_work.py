@@ -1,15 +1,17 @@
-"""The FLOPs and bytes of kernels, from the operators that launched them. The innermost operator around a launch owns the
-kernel. Its work is given to its longest kernel, and only if the others are small: what a kernel of several does is not
-known."""
+"""The FLOPs and bytes of kernels, from the operators that launched them. The innermost operator around a launch owns
+the kernel. Its work is given to its longest kernel, and only if the others are small: what a kernel of several does is
+not known."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.intervals import Spans, nest
+from rankscope.analysis.traces.kernels import KernelClasses
 from rankscope.analysis.traces.steps import launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace, take_or_absent
 
@@ -17,6 +19,30 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Trace, take_or_abs
 _DOMINANT_RATIO = 2 / 3
 # From a library's wrapper of a dense kernel to the operator that has the shapes: cudnn_convolution in convolution.
 _MAX_CLIMBS = 4
+NUMBER_FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
+_OF_ELEMENTS = {
+    "double": "fp64",
+    "float": "fp32",
+    "c10::Half": "fp16",
+    "c10::BFloat16": "bf16",
+    "signed char": "int8",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e5m2": "fp8",
+    "c10::Float8_e4m3fnuz": "fp8",
+    "c10::Float8_e5m2fnuz": "fp8",
+}
+# In names of kernels on tensor cores whose operator is not known; the first that is found.
+_IN_NAME = (
+    (re.compile(r"e2m1|nvfp4|mxf4", re.IGNORECASE), "fp4"),
+    (re.compile(r"e4m3|e5m2|fp8|float8", re.IGNORECASE), "fp8"),
+    (re.compile(r"tf32", re.IGNORECASE), "tf32"),
+    (re.compile(r"bf16|bfloat16", re.IGNORECASE), "bf16"),
+    (re.compile(r"f16|fp16|half|h884|h1688|h16816", re.IGNORECASE), "fp16"),
+    (re.compile(r"imma|i8816|i16832|int8", re.IGNORECASE), "int8"),
+    (re.compile(r"f64|dgemm|double", re.IGNORECASE), "fp64"),
+    (re.compile(r"f32|float", re.IGNORECASE), "tf32"),
+)
+_USUAL = "bf16"
 
 
 @dataclass(frozen=True)
@@ -25,12 +51,13 @@ class KernelWork:
 
     flops: Ints
     size_bytes: Ints
-    element_type: Ints  # index into Trace.names; that of the operator, whichever of its kernels this is
+    number_format: Ints  # that it computes in; index into NUMBER_FORMATS
     operator: Ints  # entry of Trace.operators
 
 
-def kernel_work(trace: Trace, rows: Ints, dense: Bools) -> KernelWork:
-    """`dense` says which of these kernels are matrix products and the like, by their names: only they have FLOPs."""
+def kernel_work(trace: Trace, rows: Ints, classes: KernelClasses) -> KernelWork:
+    """Of device work. Only dense kernels have FLOPs."""
+    dense = classes.dense
     operator = _operators(trace, rows, dense)
     work = trace.operators
     is_longest = _is_longest(operator, trace.duration_ns[rows])
@@ -38,9 +65,35 @@ def kernel_work(trace: Trace, rows: Ints, dense: Bools) -> KernelWork:
     return KernelWork(
         flops=np.where(dense, take_or_absent(work.flops, does), ABSENT),
         size_bytes=take_or_absent(work.size_bytes, does),
-        element_type=take_or_absent(work.element_type, operator),
+        number_format=_number_formats(trace, rows, classes, take_or_absent(work.element_type, operator)),
         operator=operator,
     )
+
+
+def _number_formats(trace: Trace, rows: Ints, classes: KernelClasses, element_type: Ints) -> Ints:
+    """Each distinct kernel is looked at once."""
+    group, count = number_groups(trace.name[rows], element_type)
+    first = np.zeros(count, dtype=np.int64)
+    first[group] = np.arange(len(rows))
+    found = [
+        _number_format(
+            trace.names[int(trace.name[rows[one]])],
+            trace.named(int(element_type[one])),
+            on_tensor_cores=bool(classes.on_tensor_cores[one]),
+        )
+        for one in first.tolist()
+    ]
+    return np.array([NUMBER_FORMATS.index(one) for one in found], dtype=np.int64)[group]
+
+
+def _number_format(kernel: str, element_type: str, *, on_tensor_cores: bool) -> str:
+    known = _OF_ELEMENTS.get(element_type)
+    if not on_tensor_cores:
+        # Without the operator, a kernel that is not on tensor cores computes in the usual precision of plain units.
+        return known or "fp32"
+    if known is None:
+        return next((said for pattern, said in _IN_NAME if pattern.search(kernel)), _USUAL)
+    return "tf32" if known == "fp32" else known
 
 
 def _operators(trace: Trace, rows: Ints, dense: Bools) -> Ints:

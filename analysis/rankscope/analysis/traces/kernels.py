@@ -48,7 +48,8 @@ _DENSE = re.compile(
 _MOVING = re.compile(
     r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw)|copy|CatArray|index|gather"
     r"|scatter|embedding|multi_tensor_apply|dropout|[Ff]ill|transpose|permute|nll_loss|cross_entropy|gemv|radixsort|sort"
-    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu",
+    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu"
+    r"|nchwToNhwc|nhwcToNchw",
     re.IGNORECASE,
 )
 _FUSED = re.compile(r"triton_|fused", re.IGNORECASE)

@@ -45,7 +45,19 @@ _NO_WORK = frozenset(
     f"aten::{name}"
     for name in (
         *("view", "_unsafe_view", "_reshape_alias", "reshape", "as_strided", "transpose", "t", "permute", "expand"),
-        *("select", "slice", "narrow", "unbind", "split", "chunk", "squeeze", "unsqueeze", "flatten", "detach", "alias"),
+        *(
+            "select",
+            "slice",
+            "narrow",
+            "unbind",
+            "split",
+            "chunk",
+            "squeeze",
+            "unsqueeze",
+            "flatten",
+            "detach",
+            "alias",
+        ),
         *("empty", "empty_like", "empty_strided", "result_type", "lift_fresh", "detach_", "linear", "matmul", "to"),
     )
 )
@@ -58,6 +70,8 @@ _LIKE_INPUT = re.compile(
     r"|(gelu|silu|relu|elu|tanh|sigmoid|threshold|leaky_relu|hardtanh|softplus|native_dropout|native_layer_norm"
     r"|native_group_norm|native_batch_norm|cudnn_batch_norm)_backward)"
 )
+# They read some rows of their first input.
+_PARTLY_READ = re.compile(r"aten::(_?embedding\w*|_?index\w*|gather\w*|take\w*|scatter\w*|masked_select|nll_loss\w*)")
 # They write their first input without reading it.
 _WRITES_ONLY = frozenset(("aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_"))
 
@@ -229,9 +243,7 @@ def work_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> tuple[int,
     kinds += [""] * (len(shapes) - len(kinds))
     tensors = [_shape(shape) if kind in _ITEM_BYTES else None for shape, kind in zip(shapes, kinds, strict=False)]
     sizes = [
-        (math.prod(shape), _ITEM_BYTES[kind])
-        for shape, kind in zip(tensors, kinds, strict=False)
-        if shape is not None
+        (math.prod(shape), _ITEM_BYTES[kind]) for shape, kind in zip(tensors, kinds, strict=False) if shape is not None
     ]
     if not sizes:
         return ABSENT, ABSENT, None
@@ -241,10 +253,10 @@ def work_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> tuple[int,
             flops, out = _DENSE[name](_Inputs(tensors, said))
         except _UnknownError:
             flops, out = ABSENT, None
-    # A list of tensors does not name its type.
-    is_whole = not any(kind.endswith("TensorList") or _is_nested(shape) for shape, kind in zip(shapes, kinds, strict=False))
     element_type = next(kind for shape, kind in zip(tensors, kinds, strict=False) if shape is not None)
-    size_bytes = _bytes(name, sizes, out) if is_whole else ABSENT
+    # A list of tensors does not name its type.
+    has_lists = "TensorList" in kinds or any(_is_nested(shape) for shape in shapes)
+    size_bytes = ABSENT if has_lists or _PARTLY_READ.fullmatch(name) else _bytes(name, sizes, out)
     return _bounded(flops), _bounded(size_bytes), element_type
 
 
