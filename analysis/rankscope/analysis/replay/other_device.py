@@ -1,5 +1,5 @@
-"""The step on another GPU, by roofline: FLOP/s or memory bandwidth limit a kernel, which takes longer or shorter as those
-of the other GPU are. The host, communication and copies from and to the host stay as they are."""
+"""The step on another GPU, by roofline: FLOP/s or memory bandwidth limit a kernel, and it takes longer or shorter as
+those of the other GPU are. The host, communication and copies from and to the host stay as they are."""
 
 from __future__ import annotations
 
