@@ -19,6 +19,7 @@ from rankscope.cli.terminal import Terminal, make_table
 _NS_PER_MS, _NS_PER_HOUR = 1e6, 3600e9
 _STEPS = 1000  # that costs are given for
 _NAME_CHARACTERS = 60
+_MAX_PRICE = 1e12
 # Closer than this, two steps are equal.
 _SAME_RATIO = 0.01
 _LIMITS = {
@@ -43,7 +44,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 def check_device_arguments(arguments: argparse.Namespace) -> DeviceSpec | None:
     """The other GPU; None without --on."""
     for option, price in (("--price", arguments.price), ("--price-now", arguments.price_now)):
-        if price is not None and not 0 <= price < float("inf"):
+        if price is not None and not 0 <= price < _MAX_PRICE:
             raise CommandError(f"{option} {price:g}: not a price; next step: {option} 2.5, for an hour of one GPU")
     if arguments.on is None:
         for option in ("recorded_on", "price", "price_now"):
@@ -144,8 +145,8 @@ def _utilisation(moved: OtherDevice) -> list[str]:
     if moved.achieved_tflops is not None:
         rates.append(f"dense kernels reach {moved.achieved_tflops:,.1f} TFLOP/s ({moved.number_format})")
     if moved.achieved_gb_per_second is not None:
-        rates.append(f"those limited by memory {moved.achieved_gb_per_second:,.0f} GB/s")
-    return [*lines, ", ".join(rates)] if rates else lines
+        rates.append(f"kernels limited by memory reach {moved.achieved_gb_per_second:,.0f} GB/s")
+    return [*lines, "; ".join(rates)] if rates else lines
 
 
 def _costs(moved: OtherDevice, price: float | None, price_now: float | None) -> list[str]:

@@ -102,6 +102,7 @@ def test_what_does_not_replay_is_not_moved(capsys: pytest.CaptureFixture[str], t
         (("--from", "A100"), "--from needs the other GPU"),
         (("--on", "A100", "--price", "-1"), "--price -1: not a price"),
         (("--on", "A100", "--price", "nan"), "--price nan: not a price"),
+        (("--on", "A100", "--price", "1e300"), "--price 1e+300: not a price"),
     ],
 )
 def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str) -> None:

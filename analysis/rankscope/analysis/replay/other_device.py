@@ -12,6 +12,7 @@ from enum import IntEnum
 import numpy as np
 
 from rankscope.analysis.models.device_peaks import DeviceSpec
+from rankscope.analysis.quantities import number
 from rankscope.analysis.replay.changes import Change, Ranks, Traced
 from rankscope.analysis.replay.graph import Graph
 from rankscope.analysis.replay.prediction import Forecast, predict, replay_as_is
@@ -30,7 +31,8 @@ _ON_DEVICE = re.compile(r"DtoD|Device -> Device")
 _GB = 10**9
 # The next format that a job would use on a device without the one that it uses.
 _INSTEAD = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32", "int8": "fp16"}
-_EXCESS_RATIO = 1.05
+# What lies in caches moves faster than memory, and devices clock higher than their sheets say.
+_EXCESS_RATIO = 1.2
 
 
 class Bound(IntEnum):
@@ -130,7 +132,7 @@ def predict_on(
         achieved_tflops=achieved,
         achieved_gb_per_second=gb_per_second,
         peak_memory_bytes=memory,
-        notes=_notes(used, other, number_format, achieved, rooflines),
+        notes=_notes(used, other, (tflops, gb_per_second), rooflines),
     )
 
 
@@ -318,8 +320,7 @@ def _peak_memory(traces: Mapping[int, Trace]) -> int | None:
 def _notes(
     now: Sequence[DeviceSpec],
     other: DeviceSpec,
-    number_format: str | None,
-    achieved: float | None,
+    achieved: tuple[dict[str, float], float | None],
     rooflines: Mapping[int, Rooflines],
 ) -> tuple[str, ...]:
     notes = [spec.note for spec in (*now, other) if spec.note]
@@ -331,9 +332,13 @@ def _notes(
             notes.append(f"{other.name} has no published {one} peak; kernels in {one} are scaled by bandwidth")
         elif instead != one:
             notes.append(f"{other.name} has no {one}; its {instead} peak is used")
-    if number_format is not None and achieved is not None and now:
-        tflops = max(_peak(spec, number_format)[1] or math.inf for spec in now)
-        if achieved > _EXCESS_RATIO * tflops:
-            above = f"above the {number_format} peak of {now[0].name}"
-            notes.append(f"kernels reach {achieved:,.0f} TFLOP/s, {above}: is that the GPU of the traces (--from)?")
+    per_format, gb_per_second = achieved
+    rates = [
+        (f"{one} TFLOP/s", rate, max(_peak(spec, one)[1] or 0.0 for spec in now)) for one, rate in per_format.items()
+    ]
+    rates.append(("GB/s", gb_per_second or 0.0, max(spec.gb_per_second for spec in now)))
+    for unit, rate, most in rates:
+        if rate > _EXCESS_RATIO * most > 0:
+            doubt = "is that the GPU of the traces (--from)?"
+            notes.append(f"kernels reach {number(rate)} {unit}, above the {number(most)} of {now[0].name}: {doubt}")
     return tuple(dict.fromkeys(notes))

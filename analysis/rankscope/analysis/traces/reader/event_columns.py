@@ -75,7 +75,7 @@ class ColumnBuilder:
         notes, memberships = read_metadata(arguments, columns["name"], self.names)
         self.memberships.update(dict.fromkeys(memberships))
         operators = np.flatnonzero(columns["category"] == Category.CPU_OP)
-        work = self._operator_work.columns(operators.tolist(), arguments, columns["name"][operators])
+        work = self._operator_work.columns(operators, arguments, columns["name"][operators])
         for part, about in ((self.notes, notes), (self.operators, work)):
             if len(about["row"]):
                 noted = kept[about["row"]]

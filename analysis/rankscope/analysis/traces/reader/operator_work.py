@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,31 +40,17 @@ _ITEM_BYTES = {
     "unsigned char": 1,
     "bool": 1,
 }
-# They launch nothing themselves, and are half of all operators.
-_NO_WORK = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("view", "_unsafe_view", "_reshape_alias", "reshape", "as_strided", "transpose", "t", "permute", "expand"),
-        *(
-            "select",
-            "slice",
-            "narrow",
-            "unbind",
-            "split",
-            "chunk",
-            "squeeze",
-            "unsqueeze",
-            "flatten",
-            "detach",
-            "alias",
-        ),
-        *("empty", "empty_like", "empty_strided", "result_type", "lift_fresh", "detach_", "linear", "matmul", "to"),
-    )
+# They launch nothing themselves, and are most of all operators: views, allocations, nodes of autograd, and operators
+# that call one of another name.
+_NO_WORK = re.compile(
+    r"aten::(_?(unsafe_)?view|_?reshape\w*|as_strided|transpose|t|permute|expand\w*|select|slice|narrow|unbind|split\w*|chunk"
+    r"|squeeze|unsqueeze|flatten|detach_?|alias|empty\w*|result_type|lift_fresh|linear|matmul|to|contiguous|clone|item"
+    r"|_local_scalar_dense|layer_norm|scaled_dot_product_attention|conv[123]d)|detach_?|torch::autograd::\w+|\w+Backward\d*"
 )
 # The result has the shape of the largest input.
 _LIKE_INPUT = re.compile(
     r"aten::(add|sub|rsub|mul|div|pow|sqrt|rsqrt|exp|log|neg|abs|reciprocal|clamp\w*|where|maximum|minimum|sigmoid|tanh"
-    r"|relu|gelu|silu|elu|leaky_relu|hardtanh|softplus|square|sin|cos|erf|clone|dropout|native_dropout|masked_fill"
+    r"|relu|gelu|silu|elu|leaky_relu|hardtanh|softplus|square|sin|cos|erf|dropout|native_dropout|masked_fill"
     r"|native_layer_norm|native_group_norm|native_batch_norm|cudnn_batch_norm|_fused_rms_norm|_softmax|_log_softmax"
     r"|_softmax_backward_data|_log_softmax_backward_data"
     r"|(gelu|silu|relu|elu|tanh|sigmoid|threshold|leaky_relu|hardtanh|softplus|native_dropout|native_layer_norm"
@@ -195,16 +181,18 @@ class OperatorWork:
         self._names = names
         self._known: dict[tuple[int, bytes, bytes, bytes], tuple[int, int, int]] = {}
         self._held_bytes = 0
-        self._skips: list[bool] = []  # by name
+        self._works = np.zeros(0, dtype=bool)  # by name
 
-    def columns(self, rows: Iterable[int], arguments: list[Arguments], name: Ints) -> dict[str, Ints]:
-        """The columns of OperatorColumns for the rows whose shapes say something."""
-        texts, skips = self._names.texts, self._skips
-        skips += [text in _NO_WORK for text in texts[len(skips) :]]
+    def columns(self, rows: Ints, arguments: list[Arguments], name: Ints) -> dict[str, Ints]:
+        """The columns of OperatorColumns for those of the rows whose shapes say something."""
+        texts = self._names.texts
+        fresh = [_NO_WORK.fullmatch(text) is None for text in texts[len(self._works) :]]
+        self._works = np.concatenate((self._works, np.array(fresh, dtype=bool)))
+        works = self._works[name]
         found: list[tuple[int, int, int, int]] = []
-        for row, number in zip(rows, name.tolist(), strict=True):
+        for row, number in zip(rows[works].tolist(), name[works].tolist(), strict=True):
             each = arguments[row]
-            if skips[number] or not len(each.input_dims):
+            if not len(each.input_dims):
                 continue
             concrete = bytes(each.concrete_inputs) if texts[number] in _DENSE else b""
             key = (number, bytes(each.input_dims), bytes(each.input_type), concrete)
