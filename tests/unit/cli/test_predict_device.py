@@ -52,6 +52,13 @@ def test_changes_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert even["other_step_ms"] is None and even["reason"]
 
 
+@pytest.mark.parametrize("change", ["even", "link", "overlap", "fused", "even+link"])
+def test_every_change_can_come_before_the_move(capsys: pytest.CaptureFixture[str], change: str) -> None:
+    none, changed = on(capsys, *STRAGGLER, "--on", "L40S", "--with", change)["steps"]
+    assert changed["changes"] == change.split("+")
+    assert 0.99 * changed["step_ms"] <= changed["other_step_ms"] <= 1.01 * none["high_step_ms"]
+
+
 def test_prices_make_costs_of_all_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     read = on(capsys, *STRAGGLER, "--on", "H100", "--price", "2", "--price-now", "4")
     step = read["steps"][0]

@@ -118,7 +118,7 @@ def predict_on(
         number_format = NUMBER_FORMATS[int(per_format.argmax())]
         flops = float(per_format.sum())
     achieved = None if number_format is None else tflops.get(number_format)
-    moves = [_move(rooflines, side) for side in ("factor", "low", "high")] if ranks else []
+    moves = [_move(ranks, rooflines, side) for side in ("factor", "low", "high")]
     steps = [_moved(ranks, tuple(one), moves, as_is) for one in ((), *changes)] if ranks else []
     return OtherDevice(
         as_is=as_is,
@@ -154,11 +154,13 @@ def _moved(ranks: Ranks, changes: tuple[Change, ...], moves: Sequence[Change], a
     return MovedStep(changes, here.step_ns, there[0], min(there), max(there))
 
 
-def _move(rooflines: Mapping[int, Rooflines], side: str) -> Change:
-    """Changes before it may drop work or make it shorter: factors belong to rows of the trace."""
+def _move(ranks: Ranks, rooflines: Mapping[int, Rooflines], side: str) -> Change:
+    """Changes before it may drop work, make it shorter, or let one rank work like another: factors belong to rows of a
+    trace."""
+    factors: dict[int, Floats] = {id(one.trace): getattr(rooflines[rank], side) for rank, one in ranks.items()}
 
-    def apply(ranks: Ranks) -> Ranks:
-        return {rank: replace(one, graph=_scaled(one, getattr(rooflines[rank], side))) for rank, one in ranks.items()}
+    def apply(changed: Ranks) -> Ranks:
+        return {rank: replace(one, graph=_scaled(one, factors[id(one.trace)])) for rank, one in changed.items()}
 
     return Change("on", "the job runs on another GPU", "", "", apply)
 
