@@ -59,7 +59,7 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
     "MI350X": (72.1, 144.2, None, 2306.9, 2306.9, 4613.7, 4613.7, 9227.5),
     "MI355X": (78.6, 157.3, None, 2516.6, 2516.6, 5033.2, 5033.2, 10066.3),
 }
-# Bandwidth in GB/s and size in GB of the memory, from the same data sheets. Those of systems are divided by their
+# Bandwidth in GB/s and size in GB of the memory, as vendors publish them. Those of systems are divided by their
 # devices: DGX B200 (1,440 GB, 64 TB/s; HGX B200 says 7.7 TB/s each), HGX B300 (2.1 TB), GB200 and GB300 NVL72 (13.4 and
 # 20 TB, 576 TB/s). A10G: AWS's G5 instances.
 _MEMORY: dict[str, tuple[float, float]] = {
