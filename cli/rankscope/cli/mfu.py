@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.models.device_peaks import DTYPES, PeakError, known_devices, peaks_of
+from rankscope.analysis.models.device_peaks import DTYPES, PeakError, known_devices, memory_of, peaks_of
 from rankscope.analysis.models.mfu import Recompute
 from rankscope.analysis.models.model_config import ConfigError
 from rankscope.analysis.models.model_shape import Counting
@@ -205,11 +205,17 @@ def print_answer(asked: Asked) -> None:
 
 def print_peaks(*, as_json: bool) -> None:
     if as_json:
-        to_stdout(json.dumps({"unit": "TFLOP/s dense", "gpus": {name: peaks_of(name) for name in known_devices()}}))
+        names = known_devices()
+        memory = {name: dict(zip(("gb_per_second", "gb"), memory_of(name), strict=True)) for name in names}
+        to_stdout(
+            json.dumps({"unit": "TFLOP/s dense", "gpus": {name: peaks_of(name) for name in names}, "memory": memory})
+        )
         return
-    table = make_table(("GPU", *DTYPES), ("GPU",), title="dense peak of one GPU, TFLOP/s (int8: TOP/s)")
+    title = "dense peak of one GPU, TFLOP/s (int8: TOP/s), and its memory"
+    table = make_table(("GPU", *DTYPES, "GB/s", "GB"), ("GPU",), title=title)
     for name in known_devices():
-        table.add_row(name, *(f"{value:g}" if value is not None else "–" for value in peaks_of(name).values()))
+        values = (*peaks_of(name).values(), *memory_of(name))
+        table.add_row(name, *(f"{value:g}" if value is not None else "–" for value in values))
     Terminal().print(table)
 
 

@@ -19,6 +19,14 @@ from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
+from rankscope.cli.predict_device import (
+    add_device_arguments,
+    check_device_arguments,
+    device_headline,
+    device_json,
+    move,
+    print_device,
+)
 from rankscope.cli.prediction_text import facts, gain_unit, headline, not_applicable
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.files import load_ranks
@@ -31,6 +39,7 @@ examples:
   rankscope predict trace.json.gz --with 'softmax*2'       kernels with softmax in their name, twice as fast
   rankscope predict trace.json.gz --step-ms 14.7           the job's step without the profiler, for exact gains
   rankscope predict trace.json.gz --html step.html         a page with the timeline of a step before and after
+  rankscope predict trace.json.gz --on H100                on another GPU
   rankscope predict --list                                 the changes there are
 
 The steps of the traces are replayed from the durations of their kernels and host calls. The error of that replay is
@@ -57,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the step before and after")
+    add_device_arguments(parser)
 
 
 def add_step_argument(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("no trace is named; next step: rankscope predict TRACE, or --list for the changes there are")
     step_ns = read_step(arguments.step_ms)
     changes = _read_changes(arguments.changes)
+    other = check_device_arguments(arguments)
     traces = {rank: one.trace for rank, one in load_ranks(arguments.paths).items()}
     timelines = None if arguments.html is None else StepTimelines()
     try:
-        found = forecast(traces, changes, step_ns, timelines)
+        moved = None if other is None else move(arguments, traces, other, changes, step_ns)
+        found = forecast(traces, changes, step_ns, timelines) if moved is None else moved.as_is
     except ReplayError as error:
         hint = "record whole steps of a job on a GPU, as with rankscope capture --steps 5"
         return refuse(f"cannot be predicted: {error}; next step: {hint}")
@@ -94,10 +106,17 @@ def run(arguments: argparse.Namespace) -> int:
             _write_page(arguments.html, found, facts(found, len(traces), arguments.step_ms), timelines)
         except OSError as error:
             return refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
+    prices = arguments.price, arguments.price_now
     if arguments.json:
-        to_stdout(json.dumps(to_json(found, len(traces)), allow_nan=False))
-    else:
+        on = None if moved is None else device_json(moved, *prices)
+        to_stdout(json.dumps({**to_json(found, len(traces)), "on": on}, allow_nan=False))
+    elif moved is None:
         print_forecast(found, len(traces), arguments.step_ms)
+    else:
+        console = Terminal(soft_wrap=True)
+        answer = device_headline(moved) if found.is_usable else headline(found)
+        if _print_facts(found, answer, facts(found, len(traces), arguments.step_ms), console):
+            print_device(moved, *prices, console)
     return Exit.OK if found.is_usable else Exit.UNDECIDED
 
 
@@ -142,12 +161,21 @@ def _print_list(*, as_json: bool) -> None:
 
 def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: Terminal | None = None) -> None:
     console = console or Terminal(soft_wrap=True)
-    console.print(Text(headline(found), style="bold" if found.is_usable else "bold red"))
-    for line in facts(found, ranks, step_ms):
+    if _print_facts(found, headline(found), facts(found, ranks, step_ms), console):
+        _print_predictions(found, console)
+
+
+def _print_facts(found: Forecast, answer: str, said: Sequence[str], console: Terminal) -> bool:
+    """The answer, and what it rests on. False if the replay is too far off for more."""
+    console.print(Text(answer, style="bold" if found.is_usable else "bold red"))
+    for line in said:
         console.print(Text(line, style="dim" if found.is_usable else ""))
-    if not found.is_usable:
-        return
-    console.print()
+    if found.is_usable:
+        console.print()
+    return found.is_usable
+
+
+def _print_predictions(found: Forecast, console: Terminal) -> None:
     known = [one for one in found.predictions if one.gain_ratio is not None]
     table = make_table(("change", "step", "gain", ""), left=("change", ""))
     for one in known:

@@ -1,8 +1,9 @@
-"""Peak FLOP/s of devices by number format, and the lookup of a device by name."""
+"""Peak FLOP/s of devices by number format, their memory, and the lookup of a device by name."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
@@ -58,6 +59,45 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
     "MI350X": (72.1, 144.2, None, 2306.9, 2306.9, 4613.7, 4613.7, 9227.5),
     "MI355X": (78.6, 157.3, None, 2516.6, 2516.6, 5033.2, 5033.2, 10066.3),
 }
+# Bandwidth in GB/s and size in GB of the memory, as vendors publish them. Those of systems are divided by their
+# devices: DGX B200 (1,440 GB, 64 TB/s; HGX B200 says 7.7 TB/s each), HGX B300 (2.1 TB), GB200 and GB300 NVL72 (13.4 and
+# 20 TB, 576 TB/s). A10G: AWS's G5 instances.
+_MEMORY: dict[str, tuple[float, float]] = {
+    "V100 SXM": (900.0, 32.0),
+    "V100 PCIe": (900.0, 32.0),
+    "T4": (320.0, 16.0),
+    "A10": (600.0, 24.0),
+    "A10G": (600.0, 24.0),
+    "A30": (933.0, 24.0),
+    "A40": (696.0, 48.0),
+    "A100": (2039.0, 80.0),
+    "L4": (300.0, 24.0),
+    "L40": (864.0, 48.0),
+    "L40S": (864.0, 48.0),
+    "H20": (4000.0, 96.0),
+    "H100 SXM": (3350.0, 80.0),
+    "H100 PCIe": (2000.0, 80.0),
+    "H100 NVL": (3900.0, 94.0),
+    "H200 SXM": (4800.0, 141.0),
+    "H200 NVL": (4800.0, 141.0),
+    "GH200": (4000.0, 96.0),
+    "B200": (8000.0, 180.0),
+    "GB200": (8000.0, 186.0),
+    "B300": (8000.0, 270.0),
+    "GB300": (8000.0, 279.0),
+    "MI250X": (1638.4, 64.0),
+    "MI300X": (5300.0, 192.0),
+    "MI325X": (6000.0, 256.0),
+    "MI350X": (8000.0, 288.0),
+    "MI355X": (8000.0, 288.0),
+}
+# Devices that are sold with another memory too: a word of the name that tells it, its bandwidth and size.
+_OTHER_MEMORY: dict[str, tuple[tuple[str, float, float], ...]] = {
+    "V100 SXM": (("16GB", 900.0, 16.0),),
+    "V100 PCIe": (("16GB", 900.0, 16.0),),
+    "A100": (("40GB", 1555.0, 40.0), ("PCIE", 1935.0, 80.0)),
+    "GH200": (("144G", 4900.0, 144.0),),
+}
 _NOTES = {"MI250X": "one of the two dies of an MI250X, which a rank uses; the card has twice that"}
 # Names without a form factor, and the form factor assumed for them.
 _DEFAULT_FORM = {"V100": "SXM", "H100": "SXM", "H200": "SXM"}
@@ -79,6 +119,39 @@ class Peak:
     @property
     def flops_per_second(self) -> float:
         return self.tflops * 1e12
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What limits a kernel on a device, and what fits into it."""
+
+    name: str
+    tflops: Mapping[str, float | None]  # by number format
+    gb_per_second: float
+    memory_gb: float
+    note: str  # the assumption made; empty if none
+
+
+def find_device(device_name: str) -> DeviceSpec:
+    """By the driver's name or a short one. Raises PeakError."""
+    device, note = _find_device(device_name)
+    gb_per_second, memory_gb = _MEMORY[device]
+    words = re.split(r"[^A-Z0-9]+", device_name.upper())
+    for word, other_gb_per_second, other_gb in _OTHER_MEMORY.get(device, ()):
+        if word in words:
+            # The form that a name gives otherwise is part of `device`.
+            name = f"{device} {'80GB PCIe' if word == 'PCIE' else f'{other_gb:g}GB'}"
+            return DeviceSpec(name, peaks_of(device), other_gb_per_second, other_gb, note)
+    if device in _OTHER_MEMORY and f"{memory_gb:g}GB" not in words:
+        note = "; ".join(
+            filter(None, (note, f"{device} is assumed to have {memory_gb:g} GB at {gb_per_second:g} GB/s"))
+        )
+    return DeviceSpec(device, peaks_of(device), gb_per_second, memory_gb, note)
+
+
+def memory_of(device: str) -> tuple[float, float]:
+    """GB/s and GB of a device of `known_devices()`; of its usual memory if it is sold with several."""
+    return _MEMORY[device]
 
 
 def known_devices() -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from rankscope.analysis.replay.replay import Times
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.diagnosis import Diagnosis
 from rankscope.analysis.traces.diagnosis_rules import Finding
-from rankscope.analysis.traces.kernels import Kind, classify, group_kernels
+from rankscope.analysis.traces.kernel_work import in_formats
+from rankscope.analysis.traces.kernels import Kind, classify, classify_kernels
 from rankscope.analysis.traces.source_lines import heaviest_lines
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Category, Trace
@@ -39,6 +40,7 @@ _REMOVES = {
 MAX_LINES = 3
 # Memory that is used to this share of the device leaves no room for a larger batch.
 _FULL_RATIO = 0.9
+_HALF = ("bf16", "fp16", "fp8", "fp4", "int8")
 _GRAPH_LAUNCH = re.compile(r"(cuda|hip)GraphLaunch")
 _COMPILED = re.compile(r"triton_|Torch-Compiled Region|CompiledFunction")
 _FUSED_OPTIMIZER = re.compile(r"Fused(Adam|SGD|Adagrad)|fused_(adam|sgd|lamb)|multi_tensor_(adam|lamb)", re.IGNORECASE)
@@ -167,8 +169,7 @@ def _evidence(prediction: Prediction, before: StepCosts, diagnosis: Diagnosis) -
 def _in_use(trace: Trace) -> tuple[str, ...]:
     """Of the remedies that there are, those that the trace shows."""
     rows = np.flatnonzero(classify(trace) == Kind.COMPUTE)
-    groups = group_kernels(trace, rows)
-    half = groups.is_dense & groups.is_on_tensor_cores & ~groups.is_tf32 & ~groups.is_fp32_attention
+    classes = classify_kernels(trace, rows)
     kernels = {trace.names[name] for name in np.unique(trace.name[rows]).tolist()}
     copies = {trace.names[name] for name in np.unique(trace.name[trace.of(Category.MEMCPY)]).tolist()}
     on_host = trace.of(Category.RUNTIME, Category.DRIVER, Category.CPU_OP, Category.USER_ANNOTATION)
@@ -178,12 +179,12 @@ def _in_use(trace: Trace) -> tuple[str, ...]:
         return any(pattern.search(name) for name in names)
 
     def mostly(which: Bools) -> bool:
-        dense = float(trace.duration_ns[rows[groups.is_dense]].sum())
+        dense = float(trace.duration_ns[rows[classes.dense]].sum())
         return dense > 0 and float(trace.duration_ns[rows[which]].sum()) > dense / 2
 
     found = {
-        "matrix products in 16 bits or fewer": mostly(half),
-        "TF32": mostly(groups.is_tf32),
+        "matrix products in 16 bits or fewer": mostly(in_formats(trace, rows, classes, *_HALF)),
+        "TF32": mostly(in_formats(trace, rows, classes, "tf32")),
         "fused attention": any_like(kernels, _FLASH_ATTENTION),
         "a fused optimizer": any_like(kernels, _FUSED_OPTIMIZER),
         "torch.compile": any_like(kernels | calls, _COMPILED),

@@ -18,7 +18,8 @@ from rankscope.analysis.replay.edits import (
 )
 from rankscope.analysis.replay.graph import NOTHING, Graph
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
-from rankscope.analysis.traces.kernels import KernelGroups, Kind, group_kernels
+from rankscope.analysis.traces.kernel_work import in_formats
+from rankscope.analysis.traces.kernels import KernelClasses, Kind, classify_kernels
 from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Trace
 
@@ -37,36 +38,37 @@ _SAME_RATIO = 0.9
 
 def tf32(rank: Traced) -> Graph:
     graph, trace = rank.graph, rank.trace
-    groups = _groups(graph, trace)
-    if not groups.is_plain_matrix.any():
+    plain = _classes(graph, trace).plain
+    if not plain.any():
         raise NotApplicableError("no matrix product runs in FP32 without tensor cores")
-    return replace(graph, duration_ns=_faster(graph, groups.is_plain_matrix, _speedup(trace, "fp32", "tf32")))
+    return replace(graph, duration_ns=_faster(graph, plain, _speedup(trace, "fp32", "tf32")))
 
 
 def bf16(rank: Traced) -> Graph:
     """Matrix products reach the same share of a higher peak; autocast adds casts."""
     graph, trace = rank.graph, rank.trace
-    groups = _groups(graph, trace)
-    if not (groups.is_plain_matrix | groups.is_tf32).any():
+    classes = _classes(graph, trace)
+    in_tf32 = in_formats(trace, graph.work_row, classes, "tf32") & ~classes.fp32_attention
+    products = classes.plain | in_tf32
+    if not products.any():
         raise NotApplicableError("no matrix product runs in FP32 or TF32")
     from_tf32 = _speedup(trace, "tf32", "bf16")
     factor = np.ones(len(graph.launch))
-    factor[groups.is_plain_matrix] = _speedup(trace, "fp32", "bf16")
-    factor[groups.is_tf32] = from_tf32
-    factor[groups.is_fp32_attention] = _TF32_PRODUCTS_OF_FP32_ATTENTION * from_tf32
+    factor[classes.plain] = _speedup(trace, "fp32", "bf16")
+    factor[in_tf32] = from_tf32
+    factor[classes.fp32_attention] = _TF32_PRODUCTS_OF_FP32_ATTENTION * from_tf32
     made = replace(graph, duration_ns=_faster(graph, factor > 1, factor))
-    return _with_casts(made, groups)
+    return _with_casts(made, products, classes.moving)
 
 
-def _with_casts(graph: Graph, groups: KernelGroups) -> Graph:
+def _with_casts(graph: Graph, products: Bools, moving: Bools) -> Graph:
     """A cast takes as long as a typical operator of the backward pass, which has no Python, and a typical kernel that
     moves data."""
-    products = np.flatnonzero((groups.is_plain_matrix | groups.is_tf32) & (graph.launch != NOTHING))
-    calls = np.unique(graph.launch[products])
+    calls = np.unique(graph.launch[products & (graph.launch != NOTHING)])
     is_launch = np.isin(np.arange(len(graph.gap_ns)), graph.launch)
     plain = is_launch & (graph.in_backward if (is_launch & graph.in_backward).any() else ~graph.in_optimizer)
-    moving = graph.duration_ns[groups.is_moving & ~of_launch(graph, graph.in_optimizer)]
-    if not len(calls) or not len(moving):
+    moving_ns = graph.duration_ns[moving & ~of_launch(graph, graph.in_optimizer)]
+    if not len(calls) or not len(moving_ns):
         return graph
     casts = np.repeat(calls, np.where(graph.in_backward[calls], _BACKWARD_CASTS, _FORWARD_CASTS))
     copied = with_copies(graph, casts, casts)
@@ -74,7 +76,7 @@ def _with_casts(graph: Graph, groups: KernelGroups) -> Graph:
     gap, own, duration = made.gap_ns.copy(), made.own_ns.copy(), made.duration_ns.copy()
     own[copied.calls] = int(np.median(graph.own_ns[plain]))
     gap[copied.calls] = max(int(np.median(host_ns(graph)[plain])) - int(np.median(graph.own_ns[plain])), 0)
-    duration[copied.is_copy] = int(np.median(moving))
+    duration[copied.is_copy] = int(np.median(moving_ns))
     apart = made.apart_ns.copy()
     apart[copied.calls] = 0
     return replace(made, gap_ns=gap, own_ns=own, apart_ns=apart, duration_ns=duration)
@@ -84,9 +86,8 @@ def fused_operators(rank: Traced) -> Graph:
     """Neighbouring kernels that only move data become one, which takes as long as the longest of them. The host's time
     stays: compiled code of a transformer launched as many kernels, others."""
     graph, trace = rank.graph, rank.trace
-    groups = _groups(graph, trace)
     optimizer = of_launch(graph, graph.in_optimizer)
-    chained = groups.is_unfused & ~optimizer & (graph.launch != NOTHING)
+    chained = _classes(graph, trace).unfused & ~optimizer & (graph.launch != NOTHING)
     duration, heir = graph.duration_ns.copy(), np.arange(len(graph.launch))
     backward = of_launch(graph, graph.in_backward)
     for stream in range(graph.streams):
@@ -154,7 +155,7 @@ def recomputed(rank: Traced) -> Graph:
         raise NotApplicableError("no forward pass before a backward pass is in the trace")
     needed = np.ones(len(forward), dtype=bool)
     first_work = np.searchsorted(graph.launch, forward)
-    name, dense = trace.name[graph.work_row[first_work]], _groups(graph, trace).is_dense[first_work]
+    name, dense = trace.name[graph.work_row[first_work]], _classes(graph, trace).dense[first_work]
     for start in np.unique(before):
         mine = np.flatnonzero(before == start)
         needed[mine] = _needed_again(name[mine], dense[mine])
@@ -193,11 +194,11 @@ def names_of_work(graph: Graph, trace: Trace, pattern: re.Pattern[str]) -> Bools
     return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()], dtype=bool)[name_of]
 
 
-def _groups(graph: Graph, trace: Trace) -> KernelGroups:
+def _classes(graph: Graph, trace: Trace) -> KernelClasses:
     """Of the work, by its names; what communicates or copies is in none."""
-    groups = group_kernels(trace, graph.work_row)
+    classes = classify_kernels(trace, graph.work_row)
     computes = graph.kind == Kind.COMPUTE
-    return KernelGroups(**{name: column & computes for name, column in vars(groups).items()})
+    return KernelClasses(**{name: column & computes for name, column in vars(classes).items()})
 
 
 def _faster(graph: Graph, chosen: Bools, factor: float | Floats) -> Ints:

@@ -121,6 +121,30 @@ def forecast(
 ) -> Forecast:
     """Traces by rank. Without `changes`, each that there is, and the best two together. `true_step_ns` is the job's
     step without the profiler, to which the host's time is scaled. Raises ReplayError."""
+    made, jobs = replay_as_is(traces, true_step_ns, watch)
+    if not made.is_usable:
+        return made
+    found = [predict(jobs, tuple(one)) for one in changes or [(one,) for one in CHANGES]]
+    if changes is None:
+        found += _best_together(jobs, found)
+    found.sort(key=lambda one: (one.alters_training, -one.gain))
+    return replace(made, predictions=tuple(found))
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job as it is, with the host's time scaled."""
+
+    ranks: Ranks
+    step_ns: float
+    watch: Watch | None
+
+
+def replay_as_is(
+    traces: Mapping[int, Trace], true_step_ns: float | None, watch: Watch | None = None
+) -> tuple[Forecast, tuple[Job, ...]]:
+    """The forecast without predictions, and the job that they start from: one, or one for each end of the range that
+    the host's time is in; none if the replay is too far off. Raises ReplayError."""
     graphs = build_graphs(traces)
     times = replay(graphs)
     recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs, times)
@@ -130,44 +154,30 @@ def forecast(
     if not made.is_usable:
         if watch is not None:
             watch((), {rank: Traced(graphs[rank], traces[rank]) for rank in traces}, times)
-        return replace(made, diverges_at=_divergence(graphs, traces, times))
+        return replace(made, diverges_at=_divergence(graphs, traces, times)), ()
     factor = _host_factor(graphs, replayed, true_step_ns)
     factors = (1.0, LEAST_HOST_FACTOR) if factor is None else (factor,)
-    jobs = [_job(graphs, traces, one, watch if one == factors[0] else None) for one in factors]
-    found = [_predict(jobs, tuple(one)) for one in changes or [(one,) for one in CHANGES]]
-    if changes is None:
-        found += _best_together(jobs, found)
-    found.sort(key=lambda one: (one.alters_training, -one.gain))
-    base = jobs[0]
-    costs = _costs({rank: one.graph for rank, one in base.ranks.items()})
-    return replace(made, step_ns=base.step_ns, costs=costs, host_factor=factor, predictions=tuple(found))
+    jobs = tuple(_job(graphs, traces, one, watch if one == factors[0] else None) for one in factors)
+    costs = _costs({rank: one.graph for rank, one in jobs[0].ranks.items()})
+    return replace(made, step_ns=jobs[0].step_ns, costs=costs, host_factor=factor), jobs
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The job as it is, with the host's time scaled."""
-
-    ranks: Ranks
-    step_ns: float
-    watch: Watch | None
-
-
-def _job(graphs: Mapping[int, Graph], traces: Mapping[int, Trace], factor: float, watch: Watch | None) -> _Job:
+def _job(graphs: Mapping[int, Graph], traces: Mapping[int, Trace], factor: float, watch: Watch | None) -> Job:
     scaled = _scaled(graphs, factor)
     times = replay(scaled)
     ranks = {rank: Traced(scaled[rank], traces[rank]) for rank in traces}
     if watch is not None:
         watch((), ranks, times)
-    return _Job(ranks, replayed_step_ns(scaled, times), watch)
+    return Job(ranks, replayed_step_ns(scaled, times), watch)
 
 
-def _best_together(jobs: Sequence[_Job], found: Sequence[Prediction]) -> list[Prediction]:
+def _best_together(jobs: Sequence[Job], found: Sequence[Prediction]) -> list[Prediction]:
     """The best, and the best of those that it can be combined with."""
     worthwhile = _worthwhile(found)
     for other in worthwhile[1:]:
         both = worthwhile[0].changes + other.changes
         if not are_alternatives(both):
-            return [_predict(jobs, both)]
+            return [predict(jobs, both)]
     return []
 
 
@@ -182,7 +192,7 @@ def _divergence(graphs: Mapping[int, Graph], traces: Mapping[int, Trace], times:
     return name
 
 
-def _predict(jobs: Sequence[_Job], changes: tuple[Change, ...]) -> Prediction:
+def predict(jobs: Sequence[Job], changes: tuple[Change, ...]) -> Prediction:
     if are_alternatives(changes):
         return Prediction(changes, None, None, reason="one takes the place of the other")
     samples = math.prod(change.samples for change in changes)

@@ -36,8 +36,8 @@ _TENSOR_CORE = re.compile(
     re.IGNORECASE,
 )
 TOP = 20
-# xmma kernels of FP32, without tensor cores.
-_NO_TENSOR_CORE = re.compile(r"_[df]fma_|simt_", re.IGNORECASE)
+# cuBLAS and cuDNN name their products xmma also where plain FP32 units do them.
+_PLAIN_UNITS = re.compile(r"_ffma_|simt_")
 # FP32 matrix products without tensor cores. A name that indicates tensor cores takes precedence.
 _PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
 _DENSE = re.compile(
@@ -48,12 +48,11 @@ _DENSE = re.compile(
 _MOVING = re.compile(
     r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw)|copy|CatArray|index|gather"
     r"|scatter|embedding|multi_tensor_apply|dropout|[Ff]ill|transpose|permute|nll_loss|cross_entropy|gemv|radixsort|sort"
-    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu",
+    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu"
+    r"|nchwToNhwc|nhwcToNchw",
     re.IGNORECASE,
 )
 _FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
-# Tensor cores with TF32: of cuBLAS, of CUTLASS (s1688gemm without a format), and nvjet with inputs of 32 bits.
-_TF32 = re.compile(r"tf32|tensorop_s1688gemm(?!_\w*f16)|nvjet_(sm\d+_)?s", re.IGNORECASE)
 _FP32_ATTENTION = re.compile(r"fmha_cutlass[FB]_f32")
 
 
@@ -85,8 +84,8 @@ def host_communication(trace: Trace) -> Bools:
 
 def tensor_core(trace: Trace) -> Bools:
     """Kernels that, by their name, run on tensor or matrix cores."""
-    names = names_like(trace, _TENSOR_CORE, anywhere=True) & ~names_like(trace, _NO_TENSOR_CORE, anywhere=True)
-    return trace.of(Category.KERNEL) & names[trace.name]
+    of_name = names_like(trace, _TENSOR_CORE, anywhere=True) & ~names_like(trace, _PLAIN_UNITS, anywhere=True)
+    return trace.of(Category.KERNEL) & of_name[trace.name]
 
 
 def names_like(trace: Trace, pattern: re.Pattern[str], *, anywhere: bool = False) -> Bools:
@@ -153,38 +152,35 @@ def _own_durations(trace: Trace, rows: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class KernelGroups:
-    """One entry a kernel: what it does, by its name."""
+class KernelClasses:
+    """What kernels do, by their names; one entry per row that was asked for. A kernel may be in no class."""
 
-    is_on_tensor_cores: Bools
-    is_dense: Bools  # matrix products, convolutions, attention
-    is_plain_matrix: Bools  # FP32 matrix products without tensor cores
-    is_tf32: Bools
-    is_fp32_attention: Bools
-    is_moving: Bools  # only moves data: elementwise, copies, norms, reductions, memory sets
-    is_unfused: Bools  # moving, and not fused by a compiler
+    dense: Bools  # matrix products, convolution, attention: limited by FLOP/s
+    on_tensor_cores: Bools  # of the dense ones
+    plain: Bools  # dense, known to be without tensor cores
+    moving: Bools  # elementwise, norms, copies, fills: limited by memory bandwidth
+    unfused: Bools  # of the moving ones
+    fp32_attention: Bools  # of the dense ones
 
 
-def group_kernels(trace: Trace, rows: Ints) -> KernelGroups:
-    """Of rows of computation."""
+def classify_kernels(trace: Trace, rows: Ints) -> KernelClasses:
+    is_set, is_copy = trace.of(Category.MEMSET)[rows], trace.of(Category.MEMCPY)[rows]
     names, name_of = np.unique(trace.name[rows], return_inverse=True)
 
     def like(pattern: re.Pattern[str]) -> Bools:
         # Only names of kernels: a trace has many more, and these patterns are slow.
         return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()], dtype=bool)[name_of]
 
-    is_set = trace.of(Category.MEMSET)[rows]
     on_tensor_cores = tensor_core(trace)[rows]
-    dense = like(_DENSE) | on_tensor_cores
-    moving = (like(_MOVING) & ~dense) | is_set
-    return KernelGroups(
-        is_on_tensor_cores=on_tensor_cores,
-        is_dense=dense,
-        is_plain_matrix=like(_PLAIN_MATRIX) & ~on_tensor_cores,
-        is_tf32=like(_TF32) & on_tensor_cores,
-        is_fp32_attention=like(_FP32_ATTENTION),
-        is_moving=moving,
-        is_unfused=moving & ~is_set & ~like(_FUSED),
+    dense = (like(_DENSE) | on_tensor_cores) & ~is_copy
+    moving = (like(_MOVING) & ~dense) | is_set | is_copy
+    return KernelClasses(
+        dense=dense,
+        on_tensor_cores=on_tensor_cores,
+        plain=like(_PLAIN_MATRIX) & ~on_tensor_cores,
+        moving=moving,
+        unfused=moving & ~is_set & ~like(_FUSED),
+        fp32_attention=like(_FP32_ATTENTION),
     )
 
 
@@ -196,16 +192,16 @@ def summarize_compute(trace: Trace) -> ComputeSummary | None:
     total = float(duration.sum())
     if total <= 0 or is_set.all():
         return None
-    groups = group_kernels(trace, rows)
+    classes = classify_kernels(trace, rows)
 
     def share(which: Bools) -> float:
         return float(duration[which].sum()) / total
 
     return ComputeSummary(
-        moving_ratio=share(groups.is_moving),
-        unfused_ratio=share(groups.is_unfused),
-        plain_matrix_ratio=share(groups.is_plain_matrix),
-        tensor_core_ratio=share(groups.is_on_tensor_cores),
+        moving_ratio=share(classes.moving),
+        unfused_ratio=share(classes.unfused),
+        plain_matrix_ratio=share(classes.plain),
+        tensor_core_ratio=share(classes.on_tensor_cores),
         kernel_median_us=float(np.median(duration[~is_set])) / 1000,
         kernel_count=int((~is_set).sum()),
     )

@@ -129,8 +129,13 @@ def device_name(trace: Trace) -> str:
     """Of the device that ran the most kernels; empty if it is not known."""
     used = trace.device[trace.of(Category.KERNEL)]
     used = used[used >= 0]
-    index = int(np.bincount(used).argmax()) if len(used) and used.max() < 4096 else None
-    return next((device.name for device in trace.devices if device.index == index), "")
+    if not len(used):
+        return ""
+    indices, counts = np.unique(used, return_counts=True)
+    names = {device.index: device.name for device in trace.devices}
+    # A process that sees one device may number it otherwise than the trace does.
+    only = next(iter(names.values())) if len(names) == 1 else ""
+    return names.get(int(indices[counts.argmax()]), only)
 
 
 def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[CollectiveSummary, ...]:

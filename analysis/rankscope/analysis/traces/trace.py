@@ -90,6 +90,20 @@ class FlowColumns:
 
 
 @dataclass(frozen=True)
+class OperatorColumns:
+    """What operators compute and move, by their shapes: one row per operator whose shapes were recorded and say so. -1
+    if they do not say one of them."""
+
+    row: Ints  # row of Trace, ascending
+    flops: Ints  # of dense operators: matrix products, attention, convolution
+    size_bytes: Ints  # inputs, and the result where it follows from them
+    element_type: Ints  # of the first tensor; index into Trace.names
+
+
+NO_OPERATORS = OperatorColumns(*(np.zeros(0, np.int64) for _ in range(4)))
+
+
+@dataclass(frozen=True)
 class Trace:
     """Times are nanoseconds since `base_ns` (Unix time, if the trace has it), as exact as in the file. Each trace
     has its own base, the whole second of its first event: add it before comparing ranks. Rows are sorted by start;
@@ -118,6 +132,7 @@ class Trace:
     memory: MemoryColumns
     flows: FlowColumns
     repairs: tuple[str, ...]  # messages: what was repaired while reading the file
+    operators: OperatorColumns = NO_OPERATORS
 
     def __len__(self) -> int:
         return len(self.start_ns)

@@ -7,8 +7,10 @@ import pytest
 from rankscope.analysis.models.device_peaks import (
     DTYPES,
     PeakError,
+    find_device,
     find_peak,
     known_devices,
+    memory_of,
     peak_flops_per_second,
     peaks_of,
 )
@@ -107,6 +109,39 @@ def test_an_unknown_device_or_format_is_told_what_is_known() -> None:
         find_peak("TPU v4")
     with pytest.raises(PeakError, match=r"known: fp64, .*fp4"):
         find_peak("A100", "posit")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "gb_per_second", "gb"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100", 2039, 80),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB", 1555, 40),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB", 1555, 40),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe", 1935, 80),
+        ("Tesla V100-SXM2-16GB", "V100 SXM 16GB", 900, 16),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", 3350, 80),
+        ("NVIDIA H100 NVL", "H100 NVL", 3900, 94),
+        ("NVIDIA H200", "H200 SXM", 4800, 141),
+        ("NVIDIA GH200 144G HBM3e", "GH200 144GB", 4900, 144),
+        ("AMD Instinct MI300X", "MI300X", 5300, 192),
+    ],
+)
+def test_a_name_from_the_driver_finds_its_memory(name: str, device: str, gb_per_second: float, gb: float) -> None:
+    found = find_device(name)
+    assert (found.name, found.gb_per_second, found.memory_gb, found.note) == (device, gb_per_second, gb, "")
+
+
+def test_a_memory_that_the_name_leaves_open_is_guessed_aloud() -> None:
+    assert find_device("a100").note == "A100 is assumed to have 80 GB at 2039 GB/s"
+    with pytest.raises(PeakError, match="is not a known device; known: V100 SXM"):
+        find_device("TPU v4")
+
+
+def test_every_device_has_a_memory_of_its_kind() -> None:
+    """HBM moves more than GDDR; no device reads all its memory faster than in 10 ms, or slower than in 0.1 s."""
+    for name in known_devices():
+        gb_per_second, gb = memory_of(name)
+        assert 0.01 < gb / gb_per_second < 0.1, name
 
 
 def test_no_peak_counts_sparsity() -> None:

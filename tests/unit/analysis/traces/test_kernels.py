@@ -33,6 +33,7 @@ ORDINARY = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>()",
     "ampere_sgemm_128x64_tn",
     "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>()",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel",
     "triton_poi_fused_add_0",
     "void at::native::digamma_kernel_cuda()",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -22,13 +21,11 @@ from rankscope.analysis.traces.reader.column_types import (
 )
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, Arguments, Batch, Event
 from rankscope.analysis.traces.reader.metadata import Membership, whole
+from rankscope.analysis.traces.reader.operator_work import NO_TENSOR, TOO_MANY_ELEMENTS, OperatorWork, elements_of
 from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Repairs
 from rankscope.common.text import printable
 
-_NO_TENSOR = ("", "Scalar", "ScalarList", "GenericList", "int", "bool")
 _LONGEST_DIMS_BYTES = 1 << 20
-_MAX_DIMENSIONS = 64  # as in torch; the product of thousands of numbers would take minutes
-_TOO_MANY_ELEMENTS = 1 << 62
 _COLLECTIVE_COLUMNS = tuple(field.name for field in fields(CollectiveColumns))
 _NO_ARGUMENTS = Arguments()
 # These always run on the host, whatever arguments they have; they are most of a trace.
@@ -47,10 +44,12 @@ class ColumnBuilder:
         self.notes = GrowingColumns()
         self.memory = GrowingColumns()
         self.flows = GrowingColumns()
+        self.operators = GrowingColumns()
         self.memberships: dict[Membership, None] = {}
         self.events = 0
         self._categories = CategoryTable()
         self._threads = NameTable()
+        self._operator_work = OperatorWork(self.names)
 
     def add(self, batch: Batch) -> None:
         events = batch.events
@@ -75,10 +74,13 @@ class ColumnBuilder:
         columns["duration_ns"] = np.where(measured & ~negative, duration, 0)
         notes, memberships = read_metadata(arguments, columns["name"], self.names)
         self.memberships.update(dict.fromkeys(memberships))
-        if len(notes["row"]):
-            noted = kept[notes["row"]]
-            notes["row"] = self.spans.length + np.cumsum(kept)[notes["row"]] - 1
-            self.notes.add(**{key: column[noted] for key, column in notes.items()})
+        operators = np.flatnonzero(columns["category"] == Category.CPU_OP)
+        work = self._operator_work.columns(operators, arguments, columns["name"][operators])
+        for part, about in ((self.notes, notes), (self.operators, work)):
+            if len(about["row"]):
+                noted = kept[about["row"]]
+                about["row"] = self.spans.length + np.cumsum(kept)[about["row"]] - 1
+                part.add(**{key: column[noted] for key, column in about.items()})
         if not kept.all():
             columns = {key: column[kept] for key, column in columns.items()}
         self.spans.add(**columns)
@@ -258,23 +260,11 @@ def _size_of_inputs(each: Arguments) -> tuple[int, str | None]:
     total, first = 0, None
     for place, shape in enumerate(dims):
         kind = types[place] if place < len(types) and isinstance(types[place], str) else ""
-        if shape == [] and kind in _NO_TENSOR:
+        if shape == [] and kind in NO_TENSOR:
             continue
-        total += _elements(shape)
+        total += elements_of(shape)
         first = first or kind or None
-    return (total if 0 < total < _TOO_MANY_ELEMENTS else ABSENT), first
-
-
-def _elements(shape: Any) -> int:
-    if not isinstance(shape, list):
-        return 0
-    if not all(isinstance(size, int) for size in shape):
-        return sum(_elements(inner) for inner in shape)
-    if 0 in shape:
-        return 0
-    if len(shape) > _MAX_DIMENSIONS:
-        return _TOO_MANY_ELEMENTS
-    return math.prod(shape)
+    return (total if 0 < total < TOO_MANY_ELEMENTS else ABSENT), first
 
 
 def _arguments(events: list[Event]) -> list[Arguments]:

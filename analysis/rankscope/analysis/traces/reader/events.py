@@ -81,6 +81,7 @@ class Arguments(msgspec.Struct, gc=False):
     # Long lists in traces with shapes; decoded only for the few events that need them.
     input_dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
     input_type: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
+    concrete_inputs: msgspec.Raw = msgspec.field(default=_NOTHING, name="Concrete Inputs")
 
 
 class Event(msgspec.Struct, gc=False):

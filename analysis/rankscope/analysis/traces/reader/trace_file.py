@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.reader import metadata
 from rankscope.analysis.traces.reader.column_types import correct_by_name
-from rankscope.analysis.traces.reader.event_columns import ColumnBuilder
+from rankscope.analysis.traces.reader.event_columns import ColumnBuilder, GrowingColumns
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, UNREADABLE, explain, place_of
 from rankscope.analysis.traces.reader.json_stream import (
     TEXT_LIMIT_BYTES,
@@ -26,7 +26,15 @@ from rankscope.analysis.traces.reader.json_stream import (
     inflate,
 )
 from rankscope.analysis.traces.reader.metadata import Description
-from rankscope.analysis.traces.trace import CollectiveColumns, FlowColumns, MemoryColumns, Repairs, Trace, TraceError
+from rankscope.analysis.traces.trace import (
+    CollectiveColumns,
+    FlowColumns,
+    MemoryColumns,
+    OperatorColumns,
+    Repairs,
+    Trace,
+    TraceError,
+)
 from rankscope.common.text import printable
 
 __all__ = ["TraceError", "read_trace"]
@@ -175,6 +183,7 @@ def _build_trace(builder: ColumnBuilder, description: Description) -> Trace:
         memory=_memory(builder, memory_time - shift),
         flows=_flows(builder, shift),
         repairs=builder.repairs.messages(),
+        operators=_operators(builder, order),
     )
 
 
@@ -206,13 +215,21 @@ def _pair(thread: Ints, time_ns: Ints, begins: Bools) -> tuple[Ints, Ints]:
 
 
 def _collectives(builder: ColumnBuilder, order: Ints) -> CollectiveColumns:
+    names = [field.name for field in fields(CollectiveColumns)]
+    return CollectiveColumns(**_by_row(builder.notes, names, order))
+
+
+def _operators(builder: ColumnBuilder, order: Ints) -> OperatorColumns:
+    return OperatorColumns(**_by_row(builder.operators, [field.name for field in fields(OperatorColumns)], order))
+
+
+def _by_row(columns: GrowingColumns, names: list[str], order: Ints) -> dict[str, Ints]:
+    """Columns about rows of the file, for the rows of the trace."""
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
-    notes = builder.notes
-    row = place[notes.take("row")]
+    row = place[columns.take("row")]
     by_row = np.argsort(row, kind="stable")
-    others = [field.name for field in fields(CollectiveColumns) if field.name != "row"]
-    return CollectiveColumns(row[by_row], **{name: notes.take(name)[by_row] for name in others})
+    return {name: (row if name == "row" else columns.take(name))[by_row] for name in names}
 
 
 def _memory(builder: ColumnBuilder, time_ns: Ints) -> MemoryColumns:
