@@ -14,6 +14,7 @@ from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.changes import Change
 from rankscope.analysis.replay.edits import Ranks, host_ns
 from rankscope.analysis.replay.graph import Graph, ReplayError
+from rankscope.analysis.replay.other_device import mfu_of
 from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast
 from rankscope.analysis.replay.replay import Times
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
@@ -38,6 +39,9 @@ _REMOVES = {
     "even": ("slow_rank", "waiting_for_ranks", "data_imbalance"),
 }
 MAX_LINES = 3
+# Of the peak in 16 bits. Well-tuned training of large models reaches 0.4 to 0.6.
+LOW_MFU_RATIO = 0.3
+_MOSTLY_RATIO = 0.5
 # Memory that is used to this share of the device leaves no room for a larger batch.
 _FULL_RATIO = 0.9
 _HALF = ("bf16", "fp16", "fp8", "fp4", "int8")
@@ -101,7 +105,7 @@ def advise(
         others=tuple(one for one in predicted if one.alters_training and one.gain >= LEAST_GAIN_RATIO),
         losses=tuple(finding for finding in diagnosis.findings if finding.kind not in kinds),
         in_use=_in_use(traces[min(traces)]),
-        checks=_checks(ranks, diagnosis, policy),
+        checks=_checks(ranks, diagnosis, mfu_of(lines.ranks, found.step_ns) if found else None, policy),
     )
 
 
@@ -109,7 +113,7 @@ class _Lines:
     """Is told each replay, and finds the lines of the program whose work a change shortens, on the first rank."""
 
     def __init__(self) -> None:
-        self._before: Graph | None = None
+        self.ranks: Ranks = {}  # of the job as it is
         self._found: dict[str, tuple[Frame, ...]] = {}
 
     def of(self, prediction: Prediction) -> tuple[Frame, ...]:
@@ -117,12 +121,12 @@ class _Lines:
 
     def __call__(self, changes: tuple[Change, ...], ranks: Ranks, times: Mapping[int, Times]) -> None:
         first = ranks[min(ranks)]
-        if self._before is None:
-            self._before = first.graph
+        if not changes:
+            self.ranks = ranks
             return
         if len(changes) != 1 or not first.trace.of(Category.PYTHON).any():
             return
-        rows, saved = _saved(self._before, first.graph)
+        rows, saved = _saved(self.ranks[min(self.ranks)].graph, first.graph)
         frames = heaviest_lines(first.trace, rows, saved, MAX_LINES)
         self._found[changes[0].name] = tuple(frames)
 
@@ -147,7 +151,8 @@ def _saved(before: Graph, after: Graph) -> tuple[Ints, Floats]:
 
 def _evidence(prediction: Prediction, before: StepCosts, diagnosis: Diagnosis) -> tuple[str, ...]:
     kinds = {kind for change in prediction.changes for kind in _REMOVES.get(change.name, ())}
-    said = [finding.evidence for finding in diagnosis.findings if finding.kind in kinds]
+    # What follows the first sentence is about how a diagnosis counts.
+    said = [finding.evidence.partition(". ")[0] for finding in diagnosis.findings if finding.kind in kinds]
     after = prediction.costs
     if after is not None:
         parts = [("kernels", f"{before.kernels:,.0f}", f"{after.kernels:,.0f}")]
@@ -194,20 +199,30 @@ def _in_use(trace: Trace) -> tuple[str, ...]:
     return tuple(what for what, is_used in found.items() if is_used)
 
 
-def _checks(ranks: Sequence[RankSummary], diagnosis: Diagnosis, policy: Policy) -> tuple[Check, ...]:
+def _checks(
+    ranks: Sequence[RankSummary], diagnosis: Diagnosis, mfu_ratio: float | None, policy: Policy
+) -> tuple[Check, ...]:
     shares = diagnosis.shares
     if not shares:
         return ()
-    busy, tensor = shares["compute"] + shares["memory_kernels"], [one.tensor_core_ratio for one in ranks]
-    known = [ratio for ratio in tensor if ratio is not None]
-    on_tensor_cores = f", {quantity(float(np.median(known)), 'ratio')} of it on tensor cores" if known else ""
-    is_low = busy * (float(np.median(known)) if known else 1.0) < 0.5
     return (
-        Check("low MFU", is_low, f"kernels compute {quantity(busy, 'ratio')} of the time{on_tensor_cores}"),
+        _utilisation(ranks, shares["compute"] + shares["memory_kernels"], mfu_ratio),
         _share("exposed communication", shares["communication"], "no computation hides it", policy),
         _share("slow input", shares["input"], "the device waits for a batch", policy),
         _memory(ranks),
     )
+
+
+def _utilisation(ranks: Sequence[RankSummary], busy: float, mfu_ratio: float | None) -> Check:
+    known = [one.tensor_core_ratio for one in ranks if one.tensor_core_ratio is not None]
+    tensor = float(np.median(known)) if known else None
+    said = f"kernels compute {quantity(busy, 'ratio')} of the time"
+    if tensor is not None:
+        said += f", {quantity(tensor, 'ratio')} of it on tensor cores"
+    if mfu_ratio is None:
+        is_low = busy * (1.0 if tensor is None else tensor) < _MOSTLY_RATIO
+        return Check("low MFU", is_low, f"{said}; FLOPs were not recorded (record_shapes=True)")
+    return Check("low MFU", mfu_ratio < LOW_MFU_RATIO, f"{quantity(mfu_ratio, 'ratio')} of the peak in 16 bits; {said}")
 
 
 def _share(question: str, ratio: float, what: str, policy: Policy) -> Check:

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from rankscope.analysis.models.device_peaks import DeviceSpec
+from rankscope.analysis.models.device_peaks import DeviceSpec, PeakError, find_peak
 from rankscope.analysis.quantities import number
 from rankscope.analysis.replay.changes import Change
 from rankscope.analysis.replay.edits import Ranks, Traced
@@ -20,6 +20,7 @@ from rankscope.analysis.replay.prediction import Forecast, Job, predict, replay_
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.kernel_work import NUMBER_FORMATS, KernelWork, kernel_work
 from rankscope.analysis.traces.kernels import KernelClasses, Kind, classify, classify_kernels, names_like
+from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Category, Trace
 
 # Of every kernel, what does not depend on rates: its start, and its last block. On an H200 the shortest take 1 to 2 µs.
@@ -281,6 +282,21 @@ def flops_per_step(ranks: Ranks, works: Mapping[int, KernelWork]) -> Floats | No
         flops = np.maximum(one.trace.operators.flops[operator], 0).astype(np.float64) if len(operator) else np.zeros(0)
         totals += np.bincount(work.number_format[owned[first]], flops, len(NUMBER_FORMATS)) / steps
     return totals / len(ranks) if totals.any() else None
+
+
+def mfu_of(ranks: Ranks, step_ns: float) -> float | None:
+    """FLOPs of a step as a share of the device's peak in 16 bits, whatever the job computes in; None if the shapes were
+    not recorded, or the device is not known."""
+    try:
+        peaks = [find_peak(device_name(one.trace)).flops_per_second for one in ranks.values()]
+    except PeakError:
+        return None
+    works = {}
+    for rank, one in ranks.items():
+        rows = _work_rows(one.trace)
+        works[rank] = kernel_work(one.trace, rows, classify_kernels(one.trace, rows))
+    flops = flops_per_step(ranks, works)
+    return None if flops is None or step_ns <= 0 else float(flops.sum()) / (step_ns / 1e9 * float(np.mean(peaks)))
 
 
 def _achieved(ranks: Ranks, rooflines: Mapping[int, Rooflines]) -> tuple[dict[str, float], float | None]:

@@ -182,7 +182,7 @@ def test_rates_above_the_peak_make_the_gpu_doubtful() -> None:
 @pytest.mark.parametrize(("peak_gb", "fits"), [(79, True), (81, False)])
 def test_memory_that_does_not_fit_is_seen(peak_gb: int, fits: bool) -> None:
     one = np.array([peak_gb * 10**9])
-    memory = MemoryColumns(one, one, one, one, np.array([True]), np.array([0]))
+    memory = MemoryColumns(one, one, one, one, np.array([True]), *[np.array([0])] * 4)
     assert moved(replace(steps_of(SGEMM), memory=memory), other()).fits is fits
     assert moved(steps_of(SGEMM), other()).fits is None
 
