@@ -10,7 +10,7 @@ of each other stream that was launched before the call and had ended when it beg
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -36,6 +36,8 @@ NOTHING = -1
 QUEUE_LIMIT = 1021
 # A step of which less was recorded is not replayed.
 WHOLE_STEP_RATIO = 0.98
+# More steps say little more.
+MAX_STEPS = 10
 # Of a corrupt trace.
 _MOST_STREAMS, _LONGEST_NS = 512, 24 * 3600 * 10**9
 # A stream that is idle for longer waits for something, and a call that takes longer has waited.
@@ -171,7 +173,7 @@ def build_graph(trace: Trace) -> Graph:
     apart = gap - _overlap(unite(operators, optimizer, inputs), before, call_start)
     call_step = steps.at(call_start)
     works = len(recorded.work_row)
-    return Graph(
+    made = Graph(
         call_row=recorded.call_row,
         call_start_ns=call_start,
         call_end_ns=call_end,
@@ -199,6 +201,23 @@ def build_graph(trace: Trace) -> Graph:
         steps=steps,
         step_range=_whole_steps(trace, steps, launches),
         latencies=latencies,
+    )
+    first, last = made.step_range
+    return _until(made, first + MAX_STEPS - 1) if last >= first + MAX_STEPS else made
+
+
+def _until(graph: Graph, last_step: int) -> Graph:
+    """Without what follows the last call of a step. Nothing waits for work that is launched later."""
+    calls = int(np.flatnonzero((graph.call_step >= 0) & (graph.call_step <= last_step)).max(initial=-1)) + 1
+    works = int(np.searchsorted(graph.launch, calls))
+    waits = graph.later < works
+    return replace(
+        graph,
+        **{name: getattr(graph, name)[:calls] for name in CALL_COLUMNS},
+        **{name: getattr(graph, name)[:works] for name in WORK_COLUMNS},
+        later=graph.later[waits],
+        earlier=graph.earlier[waits],
+        step_range=(graph.step_range[0], last_step),
     )
 
 

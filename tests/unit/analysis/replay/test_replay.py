@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.analysis.replay.graph import QUEUE_LIMIT, Graph, ReplayError, build_graph
+from rankscope.analysis.replay.graph import MAX_STEPS, QUEUE_LIMIT, Graph, ReplayError, build_graph
 from rankscope.analysis.replay.job import build_graphs, recorded_step_ns, replayed_step_ns
 from rankscope.analysis.replay.replay import replay
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import Category, Trace
 from tests.shared_data import H200, shared
-from tests.unit.analysis.replay.made_steps import BETWEEN_US, LATENCY_US, Machine, device_bound, launch_bound
+from tests.unit.analysis.replay.made_steps import BETWEEN_US, LATENCY_US, Machine, device_bound, launch_bound, launching
 from tests.unit.analysis.traces.trace_builder import make_trace
 
 STRAGGLER = [f"ddp_straggler_rank{rank}.json.gz" for rank in range(4)]
@@ -193,3 +193,9 @@ def test_a_trace_without_a_device_is_refused() -> None:
 def test_a_trace_that_was_cut_is_refused() -> None:
     with pytest.raises(ReplayError, match="no step was recorded as a whole"):
         graphs_of(H200 / "nccl_world1_3steps.json.gz")
+
+
+def test_of_many_steps_the_first_are_replayed() -> None:
+    long, short = (build_graph(launching(46.0, 10.0, steps=steps)) for steps in (3 * MAX_STEPS, MAX_STEPS))
+    assert len(long.launch) == len(short.launch) and len(long.gap_ns) == len(short.gap_ns)
+    assert replayed_step_ns({0: long}) == replayed_step_ns({0: short})

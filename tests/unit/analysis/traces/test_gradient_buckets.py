@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.communication.gradient_buckets import Rebucketing, find_buckets, predict_other_caps
+from rankscope.analysis.traces.communication.gradient_buckets import (
+    Rebucketing,
+    find_buckets,
+    gradients_of_steps,
+    last_gradients,
+    predict_other_caps,
+)
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import Category, Trace
 from tests.shared_data import H200
@@ -149,3 +155,13 @@ def test_says_that_a_group_of_one_transfers_nothing() -> None:
     buckets = find_buckets(trace, find_collectives(trace))
     assert len(buckets) == 75 and np.isnan(buckets.hidden_ratio).all()
     assert advise(trace).reason == "the trace has the calls but not the transfers"
+
+
+def test_sizes_of_gradients_are_those_of_their_shapes() -> None:
+    trace = read_trace((H200 / "ddp_straggler_rank0.json.gz").read_bytes())
+    step = gradients_of_steps(find_buckets(trace, find_collectives(trace)))[0]
+    weight, bias = 1024 * 1024 * 4, 1024 * 4
+    assert set(step.bytes.tolist()) == {weight, bias}
+    assert step.bytes.sum() == step.bucket_bytes.sum() == 33619968
+    # Each weight closes a bucket; biases and norms are added to the next.
+    assert len(last_gradients(step, MEGA)) == 9

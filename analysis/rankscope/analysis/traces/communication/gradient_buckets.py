@@ -25,6 +25,7 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 
 # DDP starts a bucket from the hook of the gradient that completes it; an all-reduce of tensor parallelism is started
 # from the backward of its own function.
+_ACCUMULATES = re.compile(r"torch::autograd::AccumulateGrad")
 _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
 MEBIBYTE = 1 << 20
 CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
@@ -53,6 +54,7 @@ class Buckets:
     measured: Bools
     gradient_bucket: Ints  # one row per gradient, in order: the bucket that holds it
     gradient_called_ns: Ints  # when the host ran its hook
+    gradient_bytes: Ints  # -1 if the shapes were not recorded
     gradient_ready_ns: Ints
     steps: Steps
     backward_began_ns: Ints  # per step: when its forward pass was computed
@@ -125,6 +127,7 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
         measured=collectives.measured[rows],
         gradient_bucket=bucket[held],
         gradient_called_ns=hooked[held],
+        gradient_bytes=_gradient_bytes(trace, hooked)[held],
         gradient_ready_ns=computed_until(trace, hooked[held]),
         steps=steps,
         backward_began_ns=_backward_began(trace, steps),
@@ -185,6 +188,20 @@ def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
     return np.maximum(moments_ns, done)
 
 
+def _gradient_bytes(trace: Trace, hooked_ns: Ints) -> Ints:
+    """Of the gradient that each hook accumulates: an operator within it has its shape."""
+    work = trace.operators
+    rows = np.flatnonzero(names_like(trace, _ACCUMULATES)[trace.name[work.row]]) if len(work.row) else work.row
+    started = trace.start_ns[work.row[rows]]
+    first = np.searchsorted(started, hooked_ns, side="left")
+    inside = first < len(rows)
+    found = np.where(inside, rows[np.minimum(first, len(rows) - 1)] if len(rows) else ABSENT, ABSENT)
+    # Another hook may have begun before.
+    following = np.append(hooked_ns[1:], np.iinfo(np.int64).max)
+    found[inside] = np.where(started[first[inside]] < following[inside], found[inside], ABSENT)
+    return take_or_absent(work.size_bytes, found)
+
+
 def _backward_began(trace: Trace, steps: Steps) -> Ints:
     """When each step's forward pass was computed; the step's start if there is no backward pass."""
     started = trace.start_ns[trace.of(Category.CPU_OP) & names_like(trace, BACKWARD)[trace.name]]
@@ -226,7 +243,7 @@ class Gradients:
     bucket_bytes: Floats
     called_ns: Ints  # one entry a gradient, in order
     ready_ns: Floats
-    bytes: Floats  # in proportion to the time that it took to compute
+    bytes: Floats  # of its shape; if shapes were not recorded, by the time that it took to compute
     bucket: Ints  # position in `buckets`
 
 
@@ -252,8 +269,9 @@ def _gradients(buckets: Buckets, rows: Ints) -> Gradients:
     took = np.diff(piece_ready, prepend=min(int(buckets.backward_began_ns[position]), int(piece_ready[0]))).astype(
         float
     )
-    took = np.maximum(took, 1.0)
-    share = took / np.bincount(holder, took)[holder]
+    size = np.concatenate([buckets.gradient_bytes[mine], np.full(len(unseen), ABSENT)])[order].astype(float)
+    weight = np.maximum(took if (size <= 0).any() else size, 1.0)
+    share = weight / np.bincount(holder, weight)[holder]
     return Gradients(
         number=int(buckets.steps.number[position]),
         buckets=rows,

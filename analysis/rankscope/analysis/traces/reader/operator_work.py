@@ -45,7 +45,7 @@ _ITEM_BYTES = {
 _NO_WORK = re.compile(
     r"aten::(_?(unsafe_)?view|_?reshape\w*|as_strided|transpose|t|permute|expand\w*|select|slice|narrow|unbind|split\w*|chunk"
     r"|squeeze|unsqueeze|flatten|detach_?|alias|empty\w*|result_type|lift_fresh|linear|matmul|to|contiguous|clone|item"
-    r"|_local_scalar_dense|layer_norm|scaled_dot_product_attention|conv[123]d)|detach_?|torch::autograd::\w+|\w+Backward\d*"
+    r"|_local_scalar_dense|layer_norm|scaled_dot_product_attention|conv[123]d)|detach_?|torch::autograd::(?!AccumulateGrad)\w+|\w+Backward\d*"
 )
 # The result has the shape of the largest input.
 _LIKE_INPUT = re.compile(
