@@ -57,11 +57,24 @@ def _each(change: Callable[[Traced], Graph]) -> Callable[[Ranks], Ranks]:
     return lambda ranks: {rank: replace(one, graph=change(one)) for rank, one in ranks.items()}
 
 
-def _without_input(rank: Traced) -> Graph:
-    graph = rank.graph
-    if not graph.input_ns.any():
+def _each_on_device(change: Callable[[Traced], Graph]) -> Callable[[Ranks], Ranks]:
+    def apply(ranks: Ranks) -> Ranks:
+        if any(one.graph.on_host for one in ranks.values()):
+            raise NotApplicableError("the job runs on the CPU")
+        return _each(change)(ranks)
+
+    return apply
+
+
+def _without_input(ranks: Ranks) -> Ranks:
+    if not any(one.graph.input_ns.any() for one in ranks.values()):
         raise NotApplicableError("no step waits for its input")
-    return replace(graph, gap_ns=graph.gap_ns - graph.input_ns, input_ns=np.zeros_like(graph.input_ns))
+
+    def change(rank: Traced) -> Graph:
+        graph = rank.graph
+        return replace(graph, gap_ns=graph.gap_ns - graph.input_ns, input_ns=np.zeros_like(graph.input_ns))
+
+    return _each(change)(ranks)
 
 
 def _without_work(graph: Graph, dropped: Bools) -> Graph:
@@ -141,18 +154,23 @@ def _cuda_graph(rank: Traced) -> Graph:
 def _perfect_overlap(rank: Traced) -> Graph:
     """Nothing waits for communication; it still takes its time."""
     graph = rank.graph
-    communicates = graph.kind == Kind.COMMUNICATION
-    if not communicates.any():
-        raise NotApplicableError("the job does not communicate on the device")
+    communicates = _communication(graph)
     waits = ~communicates[graph.earlier] | communicates[graph.later]
-    return replace(graph, later=graph.later[waits], earlier=graph.earlier[waits])
+    # On a CPU it is the host that waits.
+    waits_for = np.full_like(graph.waits_for, NOTHING) if graph.on_host else graph.waits_for
+    return replace(graph, later=graph.later[waits], earlier=graph.earlier[waits], waits_for=waits_for)
+
+
+def _communication(graph: Graph) -> Bools:
+    communicates: Bools = graph.kind == Kind.COMMUNICATION
+    if not communicates.any():
+        raise NotApplicableError(f"the job does not communicate{'' if graph.on_host else ' on the device'}")
+    return communicates
 
 
 def _faster_link(rank: Traced) -> Graph:
     graph = rank.graph
-    communicates = graph.kind == Kind.COMMUNICATION
-    if not communicates.any():
-        raise NotApplicableError("the job does not communicate on the device")
+    communicates = _communication(graph)
     faster = np.where(communicates, graph.duration_ns / _LINK_FACTOR, graph.duration_ns).astype(np.int64)
     return replace(graph, duration_ns=faster, transfer_ns=(graph.transfer_ns / _LINK_FACTOR).astype(np.int64))
 
@@ -190,21 +208,21 @@ CHANGES = (
         "no step waits for its next batch",
         "more workers for the DataLoader (num_workers, persistent_workers=True, prefetch_factor), pinned memory",
         "memory and cores of the host",
-        _each(_without_input),
+        _without_input,
     ),
     Change(
         "fused",
         "the optimizer is one kernel",
         "fused=True for the optimizer",
         "nothing",
-        _each(_fused_optimizer),
+        _each_on_device(_fused_optimizer),
     ),
     Change(
         "graph",
         "a step is launched as one CUDA graph",
         "torch.compile(mode='reduce-overhead') or torch.cuda.graph, with capturable=True for the optimizer",
         "memory of its own for the graph, and shapes that do not change",
-        _each(_cuda_graph),
+        _each_on_device(_cuda_graph),
     ),
     Change(
         "overlap",

@@ -1,0 +1,249 @@
+"""The graph of a rank that computes on the CPU: its host, and the transfers that threads of gloo or MPI make for it.
+
+Calls are the operators that start a collective, the waits for it, and the borders of steps. Everything else that the
+host does is time between them. Work is the transfers; the threads that make them are the streams. A wait has no event
+of its own: the host does nothing while a transfer that it started runs, and goes on when that has ended. Only what the
+process computes on all of its threads is looked at, so a thread that computes hides the wait of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.collectives.kinds import kind_of_host_operator
+from rankscope.analysis.replay.graph import (
+    APART_NS,
+    MAX_SPAN_NS,
+    MAX_STREAMS,
+    NOTHING,
+    Graph,
+    Latencies,
+    ReplayError,
+    overlap_ns,
+    spans_of,
+    whole_trace,
+)
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.traces.breakdown import occupy_host
+from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
+from rankscope.analysis.traces.idle_time import INPUT
+from rankscope.analysis.traces.intervals import Intervals, contains, difference, gaps, nest, union, unite
+from rankscope.analysis.traces.kernels import Kind, names_like
+from rankscope.analysis.traces.steps import BACKWARD, Steps, find_steps, first_whole
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace
+
+# Python between two operators takes as long.
+_SHORT_NS = 100_000
+# The event of a transfer ends late if its thread is not scheduled after it has woken the host: by less than this share
+# of the wait. A shorter pause of the host is none.
+_LATE_RATIO = 0.25
+# Calls at the same moment are in this order.
+_STEP_END, _STEP_START, _LAUNCH, _WAIT = range(4)
+
+
+@dataclass(frozen=True)
+class _Transfers:
+    """In the order in which the host started them."""
+
+    row: Ints
+    called_ns: Ints
+    returned_ns: Ints
+    sign_ns: Ints  # what the host's thread does next after the call is not before this
+    lane: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """One entry a transfer that the host waits for, in the order of time."""
+
+    work: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+def build_host_graph(trace: Trace) -> Graph:
+    """Of a trace without work on a device. Raises ReplayError."""
+    collectives = find_collectives(trace)
+    _check(trace, collectives)
+    steps = find_steps(trace)
+    if not len(steps):
+        steps = whole_trace(trace)
+    if len(steps) <= first_whole(steps):
+        raise ReplayError("no step was recorded as a whole")
+    inputs = spans_of(trace, _on_host(trace) & names_like(trace, INPUT)[trace.name])
+    transfers = _find_transfers(trace, collectives)
+    pauses = _find_pauses(trace, transfers, inputs)
+    work_end, waits = _find_waits(trace, transfers, pauses)
+    is_long = pauses[1] - pauses[0] > APART_NS
+    return _assemble(steps, transfers, work_end, waits, inputs, (pauses[0][is_long], pauses[1][is_long]))
+
+
+def _on_host(trace: Trace) -> Bools:
+    return trace.of(Category.USER_ANNOTATION, Category.PYTHON, Category.CPU_OP) & (trace.stream == ABSENT)
+
+
+def _check(trace: Trace, collectives: Collectives) -> None:
+    # Such as NCCL's: it transfers on a device.
+    elsewhere = ~collectives.measured & (collectives.group_size > 1)
+    if not _on_host(trace).any() or trace.of(Category.RUNTIME, Category.DRIVER).any() or elsewhere.any():
+        raise ReplayError("it has no work of a device: record that too (ProfilerActivity.CUDA)")
+    if int(trace.end_ns.max()) - int(trace.start_ns.min()) > MAX_SPAN_NS:
+        raise ReplayError("it spans more than a day")
+
+
+def _find_transfers(trace: Trace, collectives: Collectives) -> _Transfers:
+    row = np.sort(collectives.call_row[collectives.measured])
+    start, end = trace.start_ns[row], trace.end_ns[row]
+    lane, lanes = number_groups(trace.process[row], trace.thread[row])
+    if lanes > MAX_STREAMS:
+        raise ReplayError(f"{lanes:,} threads transfer, of which at most {MAX_STREAMS} can be replayed")
+    starts_one = np.array([kind_of_host_operator(name) is not None for name in trace.names], dtype=bool)
+    spans = nest(trace, np.flatnonzero(_on_host(trace) & ~trace.of(Category.PYTHON)))
+    operators = np.flatnonzero(trace.of(Category.CPU_OP)[spans.row] & starts_one[trace.name[spans.row]])
+    # An operator within another is the one that starts it.
+    operators = operators[~np.isin(operators, spans.parent[operators])]
+    operators = operators[np.argsort(spans.start_ns[operators], kind="stable")]
+    caller = _callers(spans.start_ns[operators], start)
+    known = caller != NOTHING
+    position = operators[caller[known]]
+    called, returned, sign = start.copy(), start.copy(), start.copy()
+    called[known], returned[known] = spans.start_ns[position], spans.end_ns[position]
+    following = np.searchsorted(spans.key, spans.key_at(spans.row[position], spans.end_ns[position]), "left")
+    inside = np.minimum(following, len(spans.row) - 1)
+    thread = spans.thread_of_row[spans.row]
+    is_last = (following == len(spans.row)) | (thread[inside] != thread[position])
+    after = np.where(is_last, np.iinfo(np.int64).max, spans.start_ns[inside])
+    # The operator around ends before the host does anything else.
+    around = spans.parent[position]
+    is_operator = (around >= 0) & trace.of(Category.CPU_OP)[spans.row[around]]
+    after = np.where(is_operator, np.minimum(after, spans.end_ns[around]), after)
+    # The last call of a thread shows no sign after it: the gap there is what it is without it.
+    sign[known] = np.where(after == np.iinfo(np.int64).max, returned[known], np.maximum(after, returned[known]))
+    order = np.lexsort((start, called))
+    return _Transfers(row[order], called[order], returned[order], sign[order], lane[order], start[order], end[order])
+
+
+def _callers(called_ns: Ints, start_ns: Ints) -> Ints:
+    """By transfer, the number of the call that started it. They start in the order of the calls; each belongs to the
+    last call before it that no later transfer belongs to. Both are sorted."""
+    turn = np.arange(len(start_ns))
+    latest = np.searchsorted(called_ns, start_ns, "right") - 1
+    number = turn + np.minimum.accumulate((latest - turn)[::-1])[::-1] if len(turn) else turn
+    return np.where(number >= 0, number, NOTHING)
+
+
+def _find_waits(trace: Trace, transfers: _Transfers, pauses: Intervals) -> tuple[Ints, _Waits]:
+    """The ends of transfers as the host saw them, and the waits for them."""
+    called, end = transfers.called_ns, transfers.end_ns.copy()
+    pause, resumed = pauses
+    backward = spans_of(trace, trace.of(Category.CPU_OP) & names_like(trace, BACKWARD)[trace.name])
+    is_after_backward = contains(backward, pause - 1) & ~contains(backward, resumed)
+    at = np.searchsorted(resumed, end, "left")  # the pause in which a transfer ends, or the next one
+    chosen = np.full(len(end), NOTHING)
+    for place, is_late in ((at, False), (at - 1, True)):
+        inside = np.clip(place, 0, len(pause) - 1)
+        is_running = (place == inside) & (called <= pause[inside]) & (end > pause[inside]) & (chosen == NOTHING)
+        begun, ended = pause[inside], resumed[inside]
+        if is_late:
+            is_wait = (ended - begun > _SHORT_NS) & (end - ended < _LATE_RATIO * (ended - begun))
+        else:
+            # DDP waits for its buckets right after the backward pass, whatever the host does then.
+            is_bucket = is_after_backward[inside] & contains(backward, called)
+            is_wait = is_bucket | (ended - end <= np.maximum(end - begun, _SHORT_NS))
+        found = is_running & is_wait
+        chosen[found] = inside[found]
+        end[found] = np.minimum(end[found], ended[found])
+    waiting = np.unique(chosen[chosen != NOTHING])
+    until = np.zeros(len(pause), np.int64)
+    np.maximum.at(until, chosen[chosen != NOTHING], end[chosen != NOTHING])
+    # What had ended before was waited for too.
+    place = np.searchsorted(until[waiting], end, "left")
+    later = np.append(waiting, NOTHING)[np.minimum(place, len(waiting))]
+    later = np.where(called <= pause[later], later, NOTHING)
+    chosen = np.where(chosen == NOTHING, later, chosen)
+    work = np.flatnonzero(chosen != NOTHING)
+    work = work[np.lexsort((end[work], chosen[work]))]
+    begun = pause[chosen[work]]
+    ended = np.maximum(end[work], begun)
+    is_next = np.diff(chosen[work], prepend=NOTHING) == 0
+    start = np.where(is_next, np.concatenate((begun[:1], ended[:-1])), begun)
+    return np.maximum(end, transfers.start_ns), _Waits(work, start, ended)
+
+
+def _find_pauses(trace: Trace, transfers: _Transfers, inputs: Intervals) -> Intervals:
+    """When the host computes nothing, and does not wait for a batch. At least one: the end of the trace."""
+    starting = union(transfers.called_ns, transfers.returned_ns)
+    after = union(transfers.returned_ns, transfers.sign_ns)
+    busy = difference(unite(occupy_host(trace).compute, inputs, starting), after)
+    begun, ended = gaps(busy)
+    finish = int(trace.end_ns.max())
+    last = int(busy[1][-1]) if len(busy[1]) else int(trace.start_ns.min())
+    return np.append(begun, last), np.append(ended, max(finish, last))
+
+
+def _assemble(
+    steps: Steps, transfers: _Transfers, work_end: Ints, waits: _Waits, inputs: Intervals, apart: Intervals
+) -> Graph:
+    """Calls of four sorts, in the order of time."""
+    numbers, works, waited = np.arange(len(steps)), len(transfers), len(waits.work)
+    parts = (
+        (_STEP_END, steps.end_ns, steps.end_ns, numbers, np.full(len(steps), NOTHING), np.full(len(steps), ABSENT)),
+        (_STEP_START, steps.start_ns, steps.start_ns, numbers, np.full(len(steps), NOTHING), np.full(len(steps), -1)),
+        (
+            *(_LAUNCH, transfers.called_ns, np.maximum(transfers.returned_ns, transfers.called_ns)),
+            *(steps.at(transfers.called_ns), np.full(works, NOTHING), transfers.row),
+        ),
+        (_WAIT, waits.start_ns, waits.end_ns, steps.at(waits.start_ns), waits.work, transfers.row[waits.work]),
+    )
+    sort = np.concatenate([np.full(len(part[1]), part[0]) for part in parts])
+    start, end, step, waits_for, row = (np.concatenate([part[column] for part in parts]) for column in range(1, 6))
+    order = np.lexsort((sort, start))
+    sort, start, end, step, waits_for, row = (one[order] for one in (sort, start, end, step, waits_for, row))
+    before = np.concatenate((start[:1], end[:-1]))
+    launch = np.flatnonzero(sort == _LAUNCH)
+    nothing, no_time = np.zeros(0, np.int64), np.zeros(len(start), np.int64)
+    return Graph(
+        call_row=row,
+        call_start_ns=start,
+        gap_ns=start - before,
+        call_end_ns=end,
+        own_ns=np.where(sort == _WAIT, 0, end - start),
+        input_ns=overlap_ns(inputs, before, start),
+        optimizer_ns=no_time,
+        apart_ns=overlap_ns(apart, before, start),
+        in_optimizer=no_time.astype(bool),
+        call_step=step,
+        waits_for=waits_for,
+        waits_for_all=no_time.astype(bool),
+        work_row=transfers.row,
+        stream=transfers.lane,
+        launch=launch,
+        start_ns=transfers.start_ns,
+        duration_ns=work_end - transfers.start_ns,
+        kind=np.full(works, int(Kind.COMMUNICATION)),
+        work_step=step[launch],
+        collective=np.full(works, NOTHING),
+        transfer_ns=np.zeros(works, np.int64),
+        later=nothing,
+        earlier=nothing,
+        steps=steps,
+        step_range=(first_whole(steps), len(steps) - 1),
+        # A host that has waited takes its time to go on, which is in the gap after the wait.
+        latencies=Latencies(_launch_ns(transfers), 0, 0),
+        on_host=True,
+    )
+
+
+def _launch_ns(transfers: _Transfers) -> int:
+    """From the call to its transfer, on a thread that has nothing else to do."""
+    order = np.lexsort((transfers.start_ns, transfers.lane))
+    same = np.diff(transfers.lane[order], prepend=NOTHING) == 0
+    ended = np.where(same, np.roll(transfers.end_ns[order], 1), np.iinfo(np.int64).min)
+    taken = (transfers.start_ns - transfers.called_ns)[order][ended <= transfers.called_ns[order]]
+    return int(np.median(taken)) if len(taken) else 0
