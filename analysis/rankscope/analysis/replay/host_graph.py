@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import kind_of_host_operator
+from rankscope.analysis.collectives.kinds import annotated_backend, kind_of_host_operator
 from rankscope.analysis.replay.graph import (
     APART_NS,
     MAX_SPAN_NS,
@@ -28,11 +28,12 @@ from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.breakdown import occupy_host
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.idle_time import INPUT
-from rankscope.analysis.traces.intervals import Intervals, contains, difference, gaps, nest, union, unite
+from rankscope.analysis.traces.intervals import Intervals, Spans, contains, difference, gaps, nest, union, unite
 from rankscope.analysis.traces.kernels import Kind, names_like
 from rankscope.analysis.traces.steps import BACKWARD, Steps, find_steps, first_whole
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
+_HOST_BACKENDS = frozenset({"", "gloo", "mpi", "ucc"})
 # Python between two operators takes as long.
 _SHORT_NS = 100_000
 # The event of a transfer ends late if its thread is not scheduled after it has woken the host: by less than this share
@@ -89,10 +90,13 @@ def _on_host(trace: Trace) -> Bools:
 
 
 def _check(trace: Trace, collectives: Collectives) -> None:
-    # Such as NCCL's: it transfers on a device.
-    elsewhere = ~collectives.measured & (collectives.group_size > 1)
-    if not _on_host(trace).any() or trace.of(Category.RUNTIME, Category.DRIVER).any() or elsewhere.any():
-        raise ReplayError("it has no work of a device: record that too (ProfilerActivity.CUDA)")
+    called = np.unique(trace.name[collectives.call_row[collectives.call_row != ABSENT]]).tolist()
+    # NCCL and others transfer on a device.
+    backends = {annotated_backend(trace.names[name]) for name in called}
+    if trace.of(Category.RUNTIME, Category.DRIVER).any() or backends - _HOST_BACKENDS:
+        raise ReplayError("nothing ran on a device: record the device too (ProfilerActivity.CUDA)")
+    if not _on_host(trace).any():
+        raise ReplayError("it has no operators")
     if int(trace.end_ns.max()) - int(trace.start_ns.min()) > MAX_SPAN_NS:
         raise ReplayError("it spans more than a day")
 
@@ -114,19 +118,26 @@ def _find_transfers(trace: Trace, collectives: Collectives) -> _Transfers:
     position = operators[caller[known]]
     called, returned, sign = start.copy(), start.copy(), start.copy()
     called[known], returned[known] = spans.start_ns[position], spans.end_ns[position]
-    following = np.searchsorted(spans.key, spans.key_at(spans.row[position], spans.end_ns[position]), "left")
-    inside = np.minimum(following, len(spans.row) - 1)
-    thread = spans.thread_of_row[spans.row]
-    is_last = (following == len(spans.row)) | (thread[inside] != thread[position])
-    after = np.where(is_last, np.iinfo(np.int64).max, spans.start_ns[inside])
-    # The operator around ends before the host does anything else.
-    around = spans.parent[position]
-    is_operator = (around >= 0) & trace.of(Category.CPU_OP)[spans.row[around]]
-    after = np.where(is_operator, np.minimum(after, spans.end_ns[around]), after)
-    # The last call of a thread shows no sign after it: the gap there is what it is without it.
-    sign[known] = np.where(after == np.iinfo(np.int64).max, returned[known], np.maximum(after, returned[known]))
+    sign[known] = np.maximum(_next_signs(trace, spans, position), returned[known])
+    # An operator that ends after its transfer may wait within.
+    inline = known & (end <= returned)
+    sign[inline] = returned[inline]
+    returned[inline] = np.maximum(called, start)[inline]
     order = np.lexsort((start, called))
     return _Transfers(row[order], called[order], returned[order], sign[order], lane[order], start[order], end[order])
+
+
+def _next_signs(trace: Trace, spans: Spans, position: Ints) -> Ints:
+    """What the thread of each span does after it: the next event, or the end of the operator around. The span's own
+    end if there is nothing."""
+    row, end = spans.row[position], spans.end_ns[position]
+    following = np.searchsorted(spans.key, spans.key_at(row, end - 1), "right")
+    inside = np.minimum(following, len(spans.row) - 1)
+    is_last = (following > inside) | (spans.thread_of_row[spans.row[inside]] != spans.thread_of_row[row])
+    around = spans.parent[position]
+    is_within = (around >= 0) & trace.of(Category.CPU_OP)[spans.row[around]]
+    after = np.where(is_last, np.where(is_within, spans.end_ns[around], end), spans.start_ns[inside])
+    return np.where(is_within, np.minimum(after, spans.end_ns[around]), after)
 
 
 def _callers(called_ns: Ints, start_ns: Ints) -> Ints:
@@ -191,14 +202,14 @@ def _assemble(
     steps: Steps, transfers: _Transfers, work_end: Ints, waits: _Waits, inputs: Intervals, apart: Intervals
 ) -> Graph:
     """Calls of four sorts, in the order of time."""
-    numbers, works, waited = np.arange(len(steps)), len(transfers), len(waits.work)
+    numbers, works = np.arange(len(steps)), len(transfers)
+    none = np.full(max(len(steps), works), NOTHING)
+    border = (numbers, none[: len(steps)], none[: len(steps)])
+    called, returned = transfers.called_ns, transfers.returned_ns
     parts = (
-        (_STEP_END, steps.end_ns, steps.end_ns, numbers, np.full(len(steps), NOTHING), np.full(len(steps), ABSENT)),
-        (_STEP_START, steps.start_ns, steps.start_ns, numbers, np.full(len(steps), NOTHING), np.full(len(steps), -1)),
-        (
-            *(_LAUNCH, transfers.called_ns, np.maximum(transfers.returned_ns, transfers.called_ns)),
-            *(steps.at(transfers.called_ns), np.full(works, NOTHING), transfers.row),
-        ),
+        (_STEP_END, steps.end_ns, steps.end_ns, *border),
+        (_STEP_START, steps.start_ns, steps.start_ns, *border),
+        (_LAUNCH, called, returned, steps.at(called), none[:works], transfers.row),
         (_WAIT, waits.start_ns, waits.end_ns, steps.at(waits.start_ns), waits.work, transfers.row[waits.work]),
     )
     sort = np.concatenate([np.full(len(part[1]), part[0]) for part in parts])
