@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = forecast(traces, changes, step_ns)
     except ReplayError as error:
-        hint = "record whole steps of a job on a GPU, as with rankscope capture --steps 5"
+        hint = "record whole steps, as with rankscope capture --steps 5"
         return refuse(f"cannot be predicted: {error}; next step: {hint}")
     if arguments.json:
         to_stdout(json.dumps(to_json(found, len(traces)), allow_nan=False))
@@ -128,9 +128,12 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
     console.print(Text(f"{recorded}; the replay differs by {error}", style="dim"))
     if found.host_factor < 1:
         factor = _percent(found.host_factor)
-        console.print(Text(f"without the profiler the host takes {factor} of its recorded time", style="dim"))
+        what = "operators take" if found.on_host else "the host takes"
+        its = "their" if found.on_host else "its"
+        console.print(Text(f"without the profiler {what} {factor} of {its} recorded time", style="dim"))
     else:
-        known = "; the device alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
+        rest = "what is not computed" if found.on_host else "the device"
+        known = f"; {rest} alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
         console.print(Text(f"host time as recorded, slowed by the profiler{known}", style="dim"))
     console.print()
     table = make_table(("change", "step", "gain"), left=("change",))

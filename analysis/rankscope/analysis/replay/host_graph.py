@@ -86,7 +86,8 @@ def build_host_graph(trace: Trace) -> Graph:
 
 
 def _on_host(trace: Trace) -> Bools:
-    return trace.of(Category.USER_ANNOTATION, Category.PYTHON, Category.CPU_OP) & (trace.stream == ABSENT)
+    on_host: Bools = trace.of(Category.USER_ANNOTATION, Category.PYTHON, Category.CPU_OP) & (trace.stream == ABSENT)
+    return on_host
 
 
 def _check(trace: Trace, collectives: Collectives) -> None:
@@ -123,6 +124,7 @@ def _find_transfers(trace: Trace, collectives: Collectives) -> _Transfers:
     inline = known & (end <= returned)
     sign[inline] = returned[inline]
     returned[inline] = np.maximum(called, start)[inline]
+    start = _taken_up(lane, called, start, end)
     order = np.lexsort((start, called))
     return _Transfers(row[order], called[order], returned[order], sign[order], lane[order], start[order], end[order])
 
@@ -137,7 +139,18 @@ def _next_signs(trace: Trace, spans: Spans, position: Ints) -> Ints:
     around = spans.parent[position]
     is_within = (around >= 0) & trace.of(Category.CPU_OP)[spans.row[around]]
     after = np.where(is_last, np.where(is_within, spans.end_ns[around], end), spans.start_ns[inside])
-    return np.where(is_within, np.minimum(after, spans.end_ns[around]), after)
+    signs: Ints = np.where(is_within, np.minimum(after, spans.end_ns[around]), after)
+    return signs
+
+
+def _taken_up(lane: Ints, called: Ints, start: Ints, end: Ints) -> Ints:
+    """A thread takes up a transfer when it is called, or when the one before has ended. That it begins later, because
+    the thread is not scheduled, is a part of the transfer."""
+    order = np.lexsort((start, lane))
+    before = np.where(np.diff(lane[order], prepend=NOTHING) == 0, np.roll(end[order], 1), called[order])
+    taken_up: Ints = start.copy()
+    taken_up[order] = np.minimum(np.maximum(before, called[order]), start[order])
+    return taken_up
 
 
 def _callers(called_ns: Ints, start_ns: Ints) -> Ints:
@@ -246,15 +259,6 @@ def _assemble(
         steps=steps,
         step_range=(first_whole(steps), len(steps) - 1),
         # A host that has waited takes its time to go on, which is in the gap after the wait.
-        latencies=Latencies(_launch_ns(transfers), 0, 0),
+        latencies=Latencies(0, 0, 0),
         on_host=True,
     )
-
-
-def _launch_ns(transfers: _Transfers) -> int:
-    """From the call to its transfer, on a thread that has nothing else to do."""
-    order = np.lexsort((transfers.start_ns, transfers.lane))
-    same = np.diff(transfers.lane[order], prepend=NOTHING) == 0
-    ended = np.where(same, np.roll(transfers.end_ns[order], 1), np.iinfo(np.int64).min)
-    taken = (transfers.start_ns - transfers.called_ns)[order][ended <= transfers.called_ns[order]]
-    return int(np.median(taken)) if len(taken) else 0

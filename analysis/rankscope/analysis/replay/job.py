@@ -52,19 +52,20 @@ def _joined(
 ) -> dict[int, Graph]:
     """With the collectives that were recorded, with their launches, on all of these ranks that are in the group."""
     calls, collective = matched.calls, matched.collective
-    latest = np.full(matched.count, np.iinfo(np.int64).min)
-    np.maximum.at(latest, collective, arrivals.start_ns)
-    duration = calls.end_ns - calls.start_ns
+    start, duration = arrivals.start_ns.copy(), calls.end_ns - calls.start_ns
     position = np.full(len(calls), NOTHING)
     for rank, graph in graphs.items():
         mine = np.flatnonzero(calls.rank == rank)
         found = _positions(graph, collectives[rank], calls.row[mine])
         position[mine] = found
         if graph.on_host:
-            # As long as the host saw it, which may be shorter than its event.
+            # From the call until the host goes on, which is not what its event shows.
             known = found != NOTHING
+            start[mine[known]] += graph.start_ns[found[known]] - collectives[rank].start_ns[calls.row[mine[known]]]
             duration[mine[known]] = graph.duration_ns[found[known]]
-    transfer = np.maximum(arrivals.start_ns + duration - latest[collective], 0)
+    latest = np.full(matched.count, np.iinfo(np.int64).min)
+    np.maximum.at(latest, collective, start)
+    transfer = np.maximum(start + duration - latest[collective], 0)
     members = np.array([_members(channel, graphs) for channel in matched.channels], dtype=np.int64)
     shared = np.bincount(collective, minlength=matched.count) == members[matched.channel]
     shared &= matched.together & arrivals.possible

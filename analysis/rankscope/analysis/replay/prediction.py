@@ -47,6 +47,7 @@ class Forecast:
     step_ns: float  # that the predictions start from: without the profiler, if that is known
     host_factor: float  # the host's time without the profiler, as a share of its time with it
     predictions: tuple[Prediction, ...]  # largest gain first; none if the replay is too far off
+    on_host: bool = False  # the job has no device
 
     @property
     def is_usable(self) -> bool:
@@ -64,7 +65,8 @@ def forecast(
     recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs)
     if recorded <= 0:
         raise ReplayError("its steps take no time")
-    made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, 1.0, ())
+    on_host = any(graph.on_host for graph in graphs.values())
+    made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, 1.0, (), on_host)
     if not made.is_usable:
         return replace(made, diverges_at=_divergence(graphs, traces))
     factor = _host_factor(graphs, replayed, true_step_ns)
