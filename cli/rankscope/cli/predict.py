@@ -128,12 +128,10 @@ def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: 
     console.print(Text(f"{recorded}; the replay differs by {error}", style="dim"))
     if found.host_factor < 1:
         factor = _percent(found.host_factor)
-        what = "operators take" if found.on_host else "the host takes"
-        its = "their" if found.on_host else "its"
-        console.print(Text(f"without the profiler {what} {factor} of {its} recorded time", style="dim"))
+        console.print(Text(f"without the profiler the host takes {factor} of its recorded time", style="dim"))
     else:
-        rest = "what is not computed" if found.on_host else "the device"
-        known = f"; {rest} alone takes the step's time" if step_ms is not None else "; --step-ms MS corrects it"
+        rest = "sleeping, reading and communication take" if found.on_host else "the device alone takes"
+        known = f"; {rest} the step's time" if step_ms is not None else "; --step-ms MS corrects it"
         console.print(Text(f"host time as recorded, slowed by the profiler{known}", style="dim"))
     console.print()
     table = make_table(("change", "step", "gain"), left=("change",))

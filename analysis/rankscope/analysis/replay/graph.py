@@ -36,7 +36,7 @@ _WAITED_NS = 20_000
 _LONG_NS = 100_000
 _LONG_AGO = np.iinfo(np.int64).min // 2
 # Python between two operators takes less.
-APART_NS = 1_000_000
+_APART_NS = 1_000_000
 _SYNCHRONISE_DEVICE = re.compile(r"(cuda|hip|cu)(Device|Ctx|Context)Synchronize")
 _SYNCHRONISE = re.compile(r"(cuda|hip|cu)(Stream|Event)Synchronize|(cuda|hip)Memcpy$")
 _WAIT_EVENT = re.compile(r"(cuda|hip|cu)StreamWaitEvent")
@@ -164,7 +164,7 @@ def build_graph(trace: Trace) -> Graph:
         own_ns=_own_ns(recorded, (waits_for != NOTHING) | waits_for_all, latencies),
         input_ns=overlap_ns(inputs, before, call_start),
         optimizer_ns=overlap_ns(intersection(optimizer, operators), before, call_start),
-        apart_ns=np.where(apart > APART_NS, apart, 0),
+        apart_ns=np.where(apart > _APART_NS, apart, 0),
         in_optimizer=contains(optimizer, call_start),
         call_step=call_step,
         waits_for=waits_for,

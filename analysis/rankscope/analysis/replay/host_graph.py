@@ -13,7 +13,6 @@ import numpy as np
 
 from rankscope.analysis.collectives.kinds import annotated_backend, kind_of_host_operator
 from rankscope.analysis.replay.graph import (
-    APART_NS,
     MAX_SPAN_NS,
     MAX_STREAMS,
     NOTHING,
@@ -36,8 +35,10 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 _HOST_BACKENDS = frozenset({"", "gloo", "mpi", "ucc"})
 # Python between two operators takes as long.
 _SHORT_NS = 100_000
-# The event of a transfer ends late if its thread is not scheduled after it has woken the host: by less than this share
-# of the wait. A shorter pause of the host is none.
+# A thread waits less than this for a core.
+_UNSCHEDULED_NS = 10_000_000
+# The event of a transfer ends late if its thread waits for a core after it has woken the host: by less than this share
+# of the host's pause.
 _LATE_RATIO = 0.25
 # Calls at the same moment are in this order.
 _STEP_END, _STEP_START, _LAUNCH, _WAIT = range(4)
@@ -81,7 +82,7 @@ def build_host_graph(trace: Trace) -> Graph:
     transfers = _find_transfers(trace, collectives)
     pauses = _find_pauses(trace, transfers, inputs)
     work_end, waits = _find_waits(trace, transfers, pauses)
-    is_long = pauses[1] - pauses[0] > APART_NS
+    is_long = pauses[1] - pauses[0] > _UNSCHEDULED_NS
     return _assemble(steps, transfers, work_end, waits, inputs, (pauses[0][is_long], pauses[1][is_long]))
 
 
@@ -164,25 +165,19 @@ def _callers(called_ns: Ints, start_ns: Ints) -> Ints:
 
 def _find_waits(trace: Trace, transfers: _Transfers, pauses: Intervals) -> tuple[Ints, _Waits]:
     """The ends of transfers as the host saw them, and the waits for them."""
-    called, end = transfers.called_ns, transfers.end_ns.copy()
+    called, end = transfers.called_ns, transfers.end_ns
     pause, resumed = pauses
     backward = spans_of(trace, trace.of(Category.CPU_OP) & names_like(trace, BACKWARD)[trace.name])
     is_after_backward = contains(backward, pause - 1) & ~contains(backward, resumed)
-    at = np.searchsorted(resumed, end, "left")  # the pause in which a transfer ends, or the next one
-    chosen = np.full(len(end), NOTHING)
-    for place, is_late in ((at, False), (at - 1, True)):
-        inside = np.clip(place, 0, len(pause) - 1)
-        is_running = (place == inside) & (called <= pause[inside]) & (end > pause[inside]) & (chosen == NOTHING)
-        begun, ended = pause[inside], resumed[inside]
-        if is_late:
-            is_wait = (ended - begun > _SHORT_NS) & (end - ended < _LATE_RATIO * (ended - begun))
-        else:
-            # DDP waits for its buckets right after the backward pass, whatever the host does then.
-            is_bucket = is_after_backward[inside] & contains(backward, called)
-            is_wait = is_bucket | (ended - end <= np.maximum(end - begun, _SHORT_NS))
-        found = is_running & is_wait
-        chosen[found] = inside[found]
-        end[found] = np.minimum(end[found], ended[found])
+    # The pause in which a transfer ends.
+    at = np.minimum(np.searchsorted(resumed, end, "left"), len(pause) - 1)
+    waited = np.where(called <= pause[at], end - pause[at], 0)
+    # DDP waits for its buckets right after the backward pass, whatever the host does then.
+    is_bucket = is_after_backward[at] & contains(backward, called)
+    chosen = np.where((waited > 0) & (is_bucket | (resumed[at] - end <= np.maximum(waited, _SHORT_NS))), at, NOTHING)
+    late = _recorded_late(pause, resumed, called, end)
+    chosen = np.where((late != NOTHING) & (waited <= _SHORT_NS), late, chosen)
+    end = np.where(chosen != NOTHING, np.minimum(end, resumed[chosen]), end)
     waiting = np.unique(chosen[chosen != NOTHING])
     until = np.zeros(len(pause), np.int64)
     np.maximum.at(until, chosen[chosen != NOTHING], end[chosen != NOTHING])
@@ -198,6 +193,19 @@ def _find_waits(trace: Trace, transfers: _Transfers, pauses: Intervals) -> tuple
     is_next = np.diff(chosen[work], prepend=NOTHING) == 0
     start = np.where(is_next, np.concatenate((begun[:1], ended[:-1])), begun)
     return np.maximum(end, transfers.start_ns), _Waits(work, start, ended)
+
+
+def _recorded_late(pause: Ints, resumed: Ints, called: Ints, end: Ints) -> Ints:
+    """By transfer, the pause after which its event went on for a little; else NOTHING."""
+    length = resumed - pause
+    lateness = np.minimum(_LATE_RATIO * length, _UNSCHEDULED_NS).astype(np.int64)
+    reach = np.where(length > _SHORT_NS, resumed + lateness, resumed)
+    is_furthest = reach >= np.maximum.accumulate(reach)
+    furthest = np.maximum.accumulate(np.where(is_furthest, np.arange(len(reach)), 0))
+    before = np.searchsorted(resumed, end, "left") - 1
+    found = furthest[np.maximum(before, 0)]
+    is_late = (before >= 0) & (called <= pause[found]) & (end < reach[found])
+    return np.where(is_late, found, NOTHING)
 
 
 def _find_pauses(trace: Trace, transfers: _Transfers, inputs: Intervals) -> Intervals:

@@ -110,7 +110,7 @@ def _scaled(graphs: Mapping[int, Graph], factor: float) -> dict[int, Graph]:
     made = {}
     for rank, graph in graphs.items():
         # Waiting for a batch is not the host's own time. On a CPU, neither is a long time without operators: a profiler
-        # does not slow down what sleeps or reads.
+        # does not slow a process that sleeps or reads.
         kept = graph.input_ns + graph.apart_ns if graph.on_host else graph.input_ns
         gap = kept + (factor * (graph.gap_ns - kept)).astype(np.int64)
         made[rank] = replace(

@@ -66,7 +66,9 @@ def in_buckets(host: Host, event_ends_late: float = 0.0) -> None:
     second = host.start(600.0, lane=3, event_ends_late=event_ends_late)
     host.compute(100.0, BACKWARD)
     host.wait(max(first, second))
-    host.compute(300.0, "aten::copy_")
+    for _ in range(20):
+        host.compute(14.0, "aten::copy_")
+        host.sleep(1.0)
 
 
 def test_a_bucket_that_is_hidden_costs_nothing() -> None:
@@ -76,6 +78,7 @@ def test_a_bucket_that_is_hidden_costs_nothing() -> None:
 
 
 def test_a_transfer_recorded_too_long_ends_with_its_wait() -> None:
+    """Its thread had woken the host and was not scheduled. The host runs several operators before it is."""
     trace = stepping(lambda host: in_buckets(host, event_ends_late=80.0))
     assert (build_host_graph(trace).waits_for >= 0).sum() == 2 * STEPS
     assert changed({0: trace}, "link") == pytest.approx(3423 - 305, rel=0.001)
@@ -176,12 +179,12 @@ def test_the_profiler_does_not_slow_a_sleep() -> None:
     """Operators take half of their recorded time without it."""
 
     def step(host: Host) -> None:
-        host.sleep(5000.0)
+        host.sleep(20_000.0)
         for _ in range(10):
             host.compute(200.0)
 
-    found = forecast({0: stepping(step)}, true_step_ns=6e6)
-    assert found.step_ns == pytest.approx(6e6, rel=0.001)
+    found = forecast({0: stepping(step)}, true_step_ns=21e6)
+    assert found.step_ns == pytest.approx(21e6, rel=0.001)
     assert found.host_factor == pytest.approx(0.5, abs=0.01)
 
 
