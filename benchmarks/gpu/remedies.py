@@ -1,6 +1,7 @@
 """What remedies bring in truth: jobs in several variants, in turns (remedies_job.py), and a trace of each as it was.
 
 python3 -m benchmarks.gpu.remedies [--jobs small,large] [--cpu]
+python3 -m benchmarks.gpu.remedies --cpu --jobs cpu_straggler,cpu_input,cpu_input_one,cpu_even,cpu_loop,cpu_fsdp2
 
 OUT/remedies.json has the milliseconds of a step by job and variant, OUT/remedies/ the traces."""
 
@@ -48,10 +49,22 @@ JOBS = {
     "fsdp2": Job("--kind fsdp2 --variants base", RANKS),
     "hf": Job("--kind hf", RANKS),
 }
+# On a CPU, with sleeps that take most of the step: four ranks share the cores of a small machine.
+_SLEEPING = "--batch 32 --work-ms 100 --rounds 3"
+_SLOW = f"{_SLEEPING} --straggler --slow-ms 60 --variants base,even"
+_READING = f"{_SLEEPING} --reads --workers 0 --variants base,workers2,memory"
+CPU_JOBS = {
+    "cpu_straggler": Job(f"--kind ddp {_SLOW}", RANKS),
+    "cpu_loop": Job(f"--kind loop {_SLOW}", RANKS),
+    "cpu_fsdp2": Job(f"--kind fsdp2 {_SLOW}", RANKS),
+    "cpu_input": Job(f"--kind ddp {_READING}", RANKS),
+    "cpu_input_one": Job(f"--kind ddp {_READING} --reading-rank 1", RANKS),
+    "cpu_even": Job(f"--kind ddp {_SLEEPING}", RANKS),
+}
 
 
 def measure(report: Report, name: str, cpu: bool, traces: Path) -> None:
-    job = JOBS[name]
+    job = (JOBS | CPU_JOBS)[name]
     flags = job.flags.split()
     if cpu:
         flags += ["--shape", "tiny", "--width", "64"]

@@ -30,7 +30,7 @@ from training import Block
 
 # layers, width, sequence, batch
 SHAPES = {"small": (12, 256, 128, 8), "large": (8, 1536, 512, 8), "tiny": (2, 64, 16, 2)}
-SLOW_SECONDS, SLOW_RANK = 0.020, 2
+SLOW_RANK = 2
 READ_SECONDS = 0.002
 WARM_UP_STEPS = 8
 WARM_UP_TRACED, TRACED_STEPS = 3, 5
@@ -72,16 +72,18 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def batches(asked: argparse.Namespace, remedies: set[str], device: torch.device) -> Iterator[torch.Tensor]:
-    _, width, sequence, size = SHAPES[asked.shape]
-    size *= number_in(remedies, "batch", 1)
-    if not asked.reads:
-        fixed = torch.randn(size, sequence, width, device=device)
+def batches(
+    asked: argparse.Namespace, remedies: set[str], device: torch.device, size: int, sample: tuple[int, ...]
+) -> Iterator[torch.Tensor]:
+    """The variant `memory` has its batches there."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not asked.reads or "memory" in remedies or asked.reading_rank not in (None, rank):
+        fixed = torch.randn(size, *sample, device=device)
         while True:
             yield fixed
     workers = number_in(remedies, "workers", asked.workers)
     loader = DataLoader(
-        Samples((sequence, width)),
+        Samples(sample),
         batch_size=size,
         num_workers=workers,
         pin_memory=device.type == "cuda",
@@ -93,7 +95,7 @@ def batches(asked: argparse.Namespace, remedies: set[str], device: torch.device)
 
 
 def transformer_step(asked: argparse.Namespace, remedies: set[str], device: torch.device) -> Callable[[], None]:
-    layers, width, _, _ = SHAPES[asked.shape]
+    layers, width, sequence, size = SHAPES[asked.shape]
     model = Transformer(layers, width, "recompute" in remedies).to(device)
     is_graph = "graph" in remedies
     optimizer = torch.optim.AdamW(
@@ -103,7 +105,7 @@ def transformer_step(asked: argparse.Namespace, remedies: set[str], device: torc
         foreach=False if "forloop" in remedies else None,
         capturable=is_graph and device.type == "cuda",
     )
-    source = batches(asked, remedies, device)
+    source = batches(asked, remedies, device, size * number_in(remedies, "batch", 1), (sequence, width))
     inputs = next(source).clone()
     forward = torch.compile(model) if "compiled" in remedies else model
     micro_batches = number_in(remedies, "accumulate", 1)
@@ -136,26 +138,34 @@ def distributed_step(asked: argparse.Namespace, remedies: set[str], device: torc
     setup = SimpleNamespace(asked=shape, device=device, fault=SimpleNamespace(in_forward=lambda: None))
     megabytes = number_in(remedies, "bucket", 25)
     plain = network(setup)
-    is_sharded = asked.kind == "fsdp2"
-    model: nn.Module = fully_sharded(plain) if is_sharded else DistributedDataParallel(plain, bucket_cap_mb=megabytes)
+    model: nn.Module = plain
+    if asked.kind == "fsdp2":
+        model = fully_sharded(plain)
+    elif asked.kind == "ddp":
+        model = DistributedDataParallel(plain, bucket_cap_mb=megabytes)
     if isinstance(model, DistributedDataParallel) and "compressed" in remedies and device.type == "cuda":
         model.register_comm_hook(None, bf16_compress_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = torch.randn(256, asked.width, device=device)
+    source = batches(asked, remedies, device, asked.batch, (asked.width,))
     micro_batches = number_in(remedies, "accumulate", 1)
     turn = 0
     is_slow = asked.straggler and "even" not in remedies and dist.get_rank() == SLOW_RANK
+    pause_seconds = asked.work_ms / 1e3 + (asked.slow_ms / 1e3 if is_slow else 0.0)
 
     def step() -> None:
         nonlocal turn
         turn += 1
-        if is_slow:
-            time.sleep(SLOW_SECONDS)
+        batch = next(source)
+        if pause_seconds:
+            time.sleep(pause_seconds)
         if turn % micro_batches:
             with model.no_sync():
                 loss_of(model(batch)).backward()
             return
         loss_of(model(batch)).backward()
+        if asked.kind == "loop":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -247,18 +257,24 @@ def trace(step: Callable[[], None], path: Path, asked: argparse.Namespace, devic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--kind", choices=("transformer", "ddp", "fsdp2", "hf"), default="transformer")
+    parser.add_argument("--kind", choices=("transformer", "ddp", "fsdp2", "loop", "hf"), default="transformer")
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--width", type=int, default=1024, help="of ddp, fsdp2 and hf")
+    parser.add_argument("--width", type=int, default=1024, help="of ddp, fsdp2, loop and hf")
+    parser.add_argument("--batch", type=int, default=256, help="of ddp, fsdp2 and loop")
+    parser.add_argument(
+        "--work-ms", type=float, default=0.0, help="each rank sleeps so long in a step, as if it worked"
+    )
     parser.add_argument("--variants", default="base")
     parser.add_argument("--traced", default="base")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--reads", action="store_true", help="batches come from a data loader, which takes its time")
+    parser.add_argument("--reading-rank", type=int, help="the only rank whose batches come from a data loader")
     parser.add_argument("--workers", type=int, default=1, help="of the data loader")
     parser.add_argument(
         "--straggler", action="store_true", help="rank 2 sleeps in each step, but for the variant `even`"
     )
+    parser.add_argument("--slow-ms", type=float, default=20.0, help="how long rank 2 sleeps")
     parser.add_argument("--stacks", action="store_true", help="traces with Python stacks and memory")
     parser.add_argument("--memory", action="store_true", help="traces with memory")
     parser.add_argument("--cpu", action="store_true")

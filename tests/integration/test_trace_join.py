@@ -1,4 +1,4 @@
-"""Four real ranks profile themselves; their traces are read and joined."""
+"""Four real ranks profile themselves; their traces are read, joined and replayed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.analysis.replay.changes import CHANGES
+from rankscope.analysis.replay.prediction import forecast
 from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.joins.join import Join, join_traces
 from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import Trace
 from rankscope.analysis.verdicts.verdict import Kind
 from tests.support.measuring import Measured
 
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.acceptance
 
 
 @pytest.fixture(scope="module")
-def joins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Join]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Trace]]:
     """Of one job, healthy and then slow."""
     folder = tmp_path_factory.mktemp("joined")
     for name in ("healthy", "slow"):
@@ -42,12 +45,18 @@ def joins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Join]:
     finally:
         for process in ranks:
             process.kill()
-    return {name: _join(folder / name) for name in ("healthy", "slow")}
+    return {
+        name: {rank: read_trace((folder / name / f"rank{rank}.json").read_bytes()) for rank in range(RANKS)}
+        for name in ("healthy", "slow")
+    }
 
 
-def _join(folder: Path) -> Join:
-    traces = {rank: read_trace((folder / f"rank{rank}.json").read_bytes()) for rank in range(RANKS)}
-    return join_traces(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
+@pytest.fixture(scope="module")
+def joins(traces: dict[str, dict[int, Trace]]) -> dict[str, Join]:
+    return {
+        name: join_traces(of_ranks, {rank: find_collectives(trace) for rank, trace in of_ranks.items()})
+        for name, of_ranks in traces.items()
+    }
 
 
 def test_the_rank_that_sleeps_is_named(joins: dict[str, Join], measured: Measured) -> None:
@@ -65,3 +74,10 @@ def test_its_healthy_twin_names_nobody(joins: dict[str, Join]) -> None:
     found = joins["healthy"]
     assert found.collectives_matched == STEPS
     assert found.culprits == (), found.reason
+
+
+def test_the_step_without_the_slow_rank_is_predicted(traces: dict[str, dict[int, Trace]], measured: Measured) -> None:
+    """The traces show no waits: the replay finds them."""
+    found = forecast(traces["slow"], [[change for change in CHANGES if change.name == "even"]])
+    assert found.on_host and found.is_usable
+    measured("gain without a rank that sleeps most of a step", found.predictions[0].gain, "of the step", at_least=0.5)

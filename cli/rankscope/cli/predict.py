@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         moved = None if other is None else move(arguments, traces, other, changes, step_ns)
         found = forecast(traces, changes, step_ns, timelines) if moved is None else moved.as_is
     except ReplayError as error:
-        hint = "record whole steps of a job on a GPU, as with rankscope capture --steps 5"
+        hint = "record whole steps, as with rankscope capture --steps 5"
         return refuse(f"cannot be predicted: {error}; next step: {hint}")
     if timelines is not None:
         try:

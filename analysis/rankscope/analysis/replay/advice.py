@@ -135,7 +135,7 @@ def _saved(before: Graph, after: Graph) -> tuple[Ints, Floats]:
     """Rows of work, or of calls if the host saves more, and the time that each saves."""
     size = int(max(before.work_row.max(initial=0), before.call_row.max(initial=0))) + 1
     sums = [
-        np.bincount(rows, np.maximum(time_ns, 0), size)
+        np.bincount(rows[rows >= 0], np.maximum(time_ns, 0)[rows >= 0], size)
         for rows, time_ns in (
             (before.work_row, before.duration_ns),
             (after.work_row, after.duration_ns),

@@ -49,6 +49,8 @@ def other_buckets(ranks: Ranks, cap_mb: int) -> Ranks:
 
 def _find(rank: Traced) -> _Reduced:
     graph, trace = rank.graph, rank.trace
+    if graph.on_host:
+        raise NotApplicableError("the job runs on the CPU")
     collectives = find_collectives(trace)
     buckets = find_buckets(trace, collectives)
     if not len(buckets):

@@ -19,9 +19,10 @@ from rankscope.analysis.replay.compute_changes import (
     recomputed,
     tf32,
 )
-from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, each, merged, of_launch
+from rankscope.analysis.replay.edits import NotApplicableError, Ranks, Traced, each, each_on_device, merged, of_launch
 from rankscope.analysis.replay.graph import NOTHING, Graph
 from rankscope.analysis.replay.replay import collective_wait_ns, replay
+from rankscope.analysis.stats.robust import Bools
 from rankscope.analysis.traces.communication.gradient_buckets import CAPS_MB
 from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.steps import OPTIMIZER_STEP
@@ -53,11 +54,15 @@ class Change:
     instead_of: tuple[str, ...] = ()  # changes that it cannot be combined with
 
 
-def _without_input(rank: Traced) -> Graph:
-    graph = rank.graph
-    if not graph.input_ns.any():
+def _without_input(ranks: Ranks) -> Ranks:
+    if not any(one.graph.input_ns.any() for one in ranks.values()):
         raise NotApplicableError("no step waits for its input")
-    return replace(graph, gap_ns=graph.gap_ns - graph.input_ns, input_ns=np.zeros_like(graph.input_ns))
+
+    def change(rank: Traced) -> Graph:
+        graph = rank.graph
+        return replace(graph, gap_ns=graph.gap_ns - graph.input_ns, input_ns=np.zeros_like(graph.input_ns))
+
+    return each(change)(ranks)
 
 
 def _fused_optimizer(rank: Traced) -> Graph:
@@ -120,18 +125,23 @@ def _cuda_graph(rank: Traced) -> Graph:
 def _perfect_overlap(rank: Traced) -> Graph:
     """Nothing waits for communication; it still takes its time."""
     graph = rank.graph
-    communicates = graph.kind == Kind.COMMUNICATION
-    if not communicates.any():
-        raise NotApplicableError("the job does not communicate on the device")
+    communicates = _communication(graph)
     waits = ~communicates[graph.earlier] | communicates[graph.later]
-    return replace(graph, later=graph.later[waits], earlier=graph.earlier[waits])
+    # On a CPU it is the host that waits.
+    waits_for = np.full_like(graph.waits_for, NOTHING) if graph.on_host else graph.waits_for
+    return replace(graph, later=graph.later[waits], earlier=graph.earlier[waits], waits_for=waits_for)
+
+
+def _communication(graph: Graph) -> Bools:
+    communicates: Bools = graph.kind == Kind.COMMUNICATION
+    if not communicates.any():
+        raise NotApplicableError(f"the job does not communicate{'' if graph.on_host else ' on the device'}")
+    return communicates
 
 
 def _faster_link(rank: Traced) -> Graph:
     graph = rank.graph
-    communicates = graph.kind == Kind.COMMUNICATION
-    if not communicates.any():
-        raise NotApplicableError("the job does not communicate on the device")
+    communicates = _communication(graph)
     faster = np.where(communicates, graph.duration_ns / _LINK_FACTOR, graph.duration_ns).astype(np.int64)
     return replace(graph, duration_ns=faster, transfer_ns=(graph.transfer_ns / _LINK_FACTOR).astype(np.int64))
 
@@ -160,7 +170,7 @@ def faster(pattern: str, factor: float) -> Change:
         f"kernels named {pattern} are {factor:g} times as fast",
         "better kernels",
         "unknown",
-        each(partial(faster_kernels, pattern=pattern, factor=factor)),
+        each_on_device(partial(faster_kernels, pattern=pattern, factor=factor)),
     )
 
 
@@ -187,35 +197,35 @@ CHANGES = (
         "no step waits for its next batch",
         "more workers for the DataLoader (num_workers, persistent_workers=True, prefetch_factor), pinned memory",
         "memory and cores of the host",
-        each(_without_input),
+        _without_input,
     ),
     Change(
         "fused",
         "the optimizer is one kernel",
         "fused=True for the optimizer",
         "nothing",
-        each(_fused_optimizer),
+        each_on_device(_fused_optimizer),
     ),
     Change(
         "graph",
         "a step is launched as one CUDA graph",
         "torch.compile(mode='reduce-overhead') or torch.cuda.graph, with capturable=True for the optimizer",
         "memory of its own for the graph, and shapes that do not change",
-        each(_cuda_graph),
+        each_on_device(_cuda_graph),
     ),
     Change(
         "bf16",
         "matrix products run in bf16",
         "torch.autocast('cuda', torch.bfloat16) around the forward pass",
         "accuracy of activations and gradients",
-        each(bf16),
+        each_on_device(bf16),
     ),
     Change(
         "tf32",
         "matrix products run in TF32",
         "torch.set_float32_matmul_precision('high')",
         "accuracy: 10 bits of the products' inputs in place of 23",
-        each(tf32),
+        each_on_device(tf32),
         instead_of=("bf16",),
     ),
     Change(
@@ -223,14 +233,14 @@ CHANGES = (
         "neighbouring kernels that only move data are one",
         "torch.compile",
         "time to compile at the start, and again when shapes change",
-        each(fused_operators),
+        each_on_device(fused_operators),
     ),
     Change(
         "batch2",
         "a step has twice as many samples",
         "a batch of twice the size",
         "memory for activations, and a learning rate for the larger batch",
-        each(double_batch),
+        each_on_device(double_batch),
         samples=2,
         alters_training=True,
     ),
@@ -239,7 +249,7 @@ CHANGES = (
         "the optimizer runs after every fourth batch",
         "gradient accumulation over 4 batches, under no_sync() with DDP",
         "a learning rate for the larger batch",
-        each(accumulated),
+        each_on_device(accumulated),
         alters_training=True,
     ),
     Change(
@@ -247,7 +257,7 @@ CHANGES = (
         "activations are computed again for the backward pass",
         "torch.utils.checkpoint around each layer",
         "nothing; it frees the memory of activations",
-        each(recomputed),
+        each_on_device(recomputed),
     ),
     Change(
         "overlap",

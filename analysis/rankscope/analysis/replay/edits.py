@@ -32,6 +32,15 @@ def each(change: Callable[[Traced], Graph]) -> Callable[[Ranks], Ranks]:
     return lambda ranks: {rank: replace(one, graph=change(one)) for rank, one in ranks.items()}
 
 
+def each_on_device(change: Callable[[Traced], Graph]) -> Callable[[Ranks], Ranks]:
+    def apply(ranks: Ranks) -> Ranks:
+        if any(one.graph.on_host for one in ranks.values()):
+            raise NotApplicableError("the job runs on the CPU")
+        return each(change)(ranks)
+
+    return apply
+
+
 def of_launch(graph: Graph, column: Bools) -> Bools:
     """Per piece of work, the column of the call that launched it; false if that is not in the trace."""
     return np.where(graph.launch != NOTHING, column[graph.launch], False)

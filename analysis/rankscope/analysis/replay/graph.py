@@ -39,7 +39,7 @@ WHOLE_STEP_RATIO = 0.98
 # More steps say little more.
 MAX_STEPS = 10
 # Of a corrupt trace.
-_MOST_STREAMS, _LONGEST_NS = 512, 24 * 3600 * 10**9
+MAX_STREAMS, MAX_SPAN_NS = 512, 24 * 3600 * 10**9
 # A stream that is idle for longer waits for something, and a call that takes longer has waited.
 _WAITED_NS = 20_000
 # Longer than launches, kernels and calls that wake up take by themselves.
@@ -105,6 +105,7 @@ class Graph:
     steps: Steps
     step_range: tuple[int, int]  # positions of the first and last step that are replayed
     latencies: Latencies
+    on_host: bool = False  # the rank has no device: work is the transfers of its host
 
     @property
     def streams(self) -> int:
@@ -156,7 +157,7 @@ def build_graph(trace: Trace) -> Graph:
     recorded = _read(trace, launches)
     steps = find_steps(trace)
     if not len(steps):
-        steps = _whole_trace(trace)
+        steps = whole_trace(trace)
     waits = _unexplained_waits(recorded, _stream_waits(trace, recorded))
     waits_for = _host_waits(trace, recorded)
     waits_for_all = names_like(trace, _SYNCHRONISE_DEVICE)[recorded.call_name]
@@ -164,13 +165,13 @@ def build_graph(trace: Trace) -> Graph:
     call_start, call_end = recorded.call_start, recorded.call_end
     before = np.concatenate((call_start[:1], call_end[:-1]))
     marks = trace.of(Category.USER_ANNOTATION, Category.PYTHON, Category.CPU_OP) & (trace.stream == ABSENT)
-    inputs = _spans(trace, marks & names_like(trace, INPUT)[trace.name])
-    optimizer = _spans(trace, marks & names_like(trace, OPTIMIZER_STEP)[trace.name])
+    inputs = spans_of(trace, marks & names_like(trace, INPUT)[trace.name])
+    optimizer = spans_of(trace, marks & names_like(trace, OPTIMIZER_STEP)[trace.name])
     is_operator = trace.of(Category.CPU_OP) & (trace.stream == ABSENT)
-    operators = _spans(trace, is_operator)
-    backward = _spans(trace, is_operator & names_like(trace, BACKWARD)[trace.name])
+    operators = spans_of(trace, is_operator)
+    backward = spans_of(trace, is_operator & names_like(trace, BACKWARD)[trace.name])
     gap = call_start - before
-    apart = gap - _overlap(unite(operators, optimizer, inputs), before, call_start)
+    apart = gap - overlap_ns(unite(operators, optimizer, inputs), before, call_start)
     call_step = steps.at(call_start)
     works = len(recorded.work_row)
     made = Graph(
@@ -179,8 +180,8 @@ def build_graph(trace: Trace) -> Graph:
         call_end_ns=call_end,
         gap_ns=gap,
         own_ns=_own_ns(recorded, (waits_for != NOTHING) | waits_for_all, latencies),
-        input_ns=_overlap(inputs, before, call_start),
-        optimizer_ns=_overlap(intersection(optimizer, operators), before, call_start),
+        input_ns=overlap_ns(inputs, before, call_start),
+        optimizer_ns=overlap_ns(intersection(optimizer, operators), before, call_start),
         apart_ns=np.where(apart > _APART_NS, apart, 0),
         in_backward=contains(backward, call_start),
         in_optimizer=contains(optimizer, call_start),
@@ -225,7 +226,7 @@ def _read(trace: Trace, launches: Ints) -> _Recorded:
     work_row = device_rows(trace)
     if not len(work_row):
         raise ReplayError("nothing ran on a device")
-    if int(trace.end_ns.max()) - int(trace.start_ns.min()) > _LONGEST_NS:
+    if int(trace.end_ns.max()) - int(trace.start_ns.min()) > MAX_SPAN_NS:
         raise ReplayError("it spans more than a day")
     call_row = _calls(trace, launches, work_row)
     if not len(call_row):
@@ -234,8 +235,8 @@ def _read(trace: Trace, launches: Ints) -> _Recorded:
     order = np.lexsort((trace.start_ns[work_row], launch))  # what was launched before the trace comes first
     work_row = work_row[order]
     stream, streams = number_groups(trace.device[work_row], trace.stream[work_row])
-    if streams > _MOST_STREAMS:
-        raise ReplayError(f"it has {streams:,} streams, of which at most {_MOST_STREAMS} can be replayed")
+    if streams > MAX_STREAMS:
+        raise ReplayError(f"it has {streams:,} streams, of which at most {MAX_STREAMS} can be replayed")
     return _Recorded(
         call_row=call_row,
         call_name=trace.name[call_row],
@@ -249,7 +250,7 @@ def _read(trace: Trace, launches: Ints) -> _Recorded:
     )
 
 
-def _whole_trace(trace: Trace) -> Steps:
+def whole_trace(trace: Trace) -> Steps:
     begin, finish = int(trace.start_ns.min()), int(trace.end_ns.max()) + 1
     return Steps(np.zeros(1, np.int64), np.array([begin]), np.array([finish]), "", True)
 
@@ -290,11 +291,11 @@ def _positions(call_row: Ints, launch: Ints) -> Ints:
     return found
 
 
-def _spans(trace: Trace, rows: Bools) -> Intervals:
+def spans_of(trace: Trace, rows: Bools) -> Intervals:
     return union(trace.start_ns[rows], trace.end_ns[rows])
 
 
-def _overlap(spans: Intervals, start: Ints, end: Ints) -> Ints:
+def overlap_ns(spans: Intervals, start: Ints, end: Ints) -> Ints:
     length: Ints = np.maximum(covered_until(spans, end) - covered_until(spans, start), 0)
     return length
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from rankscope.analysis.replay.graph import NOTHING, Graph, build_graph
+from rankscope.analysis.replay.host_graph import build_host_graph
 from rankscope.analysis.replay.replay import Times, replay, step_ns
 from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.traces.breakdown import device_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.channels import Channel, gather_calls
 from rankscope.analysis.traces.joins.clock_alignment import align
@@ -21,7 +23,10 @@ from rankscope.analysis.traces.trace import Trace
 
 def build_graphs(traces: Mapping[int, Trace]) -> dict[int, Graph]:
     """By rank, like the traces. Raises ReplayError."""
-    graphs = {rank: build_graph(trace) for rank, trace in traces.items()}
+    graphs = {
+        rank: build_graph(trace) if len(device_rows(trace)) else build_host_graph(trace)
+        for rank, trace in traces.items()
+    }
     if len(traces) < 2:
         return graphs
     collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
@@ -47,14 +52,20 @@ def _joined(
 ) -> dict[int, Graph]:
     """With the collectives that were recorded, with their launches, on all of these ranks that are in the group."""
     calls, collective = matched.calls, matched.collective
-    latest = np.full(matched.count, np.iinfo(np.int64).min)
-    np.maximum.at(latest, collective, arrivals.start_ns)
-    transfer = np.maximum(arrivals.start_ns + calls.end_ns - calls.start_ns - latest[collective], 0)
+    start, duration = arrivals.start_ns.copy(), calls.end_ns - calls.start_ns
     position = np.full(len(calls), NOTHING)
     for rank, graph in graphs.items():
         mine = np.flatnonzero(calls.rank == rank)
-        found = _position_of(graph.work_row, collectives[rank].kernel_row[calls.row[mine]])
-        position[mine] = np.where(graph.launch[found] == NOTHING, NOTHING, found)
+        found = _positions(graph, collectives[rank], calls.row[mine])
+        position[mine] = found
+        if graph.on_host:
+            # From the call until the host goes on, which is not what its event shows.
+            known = found != NOTHING
+            start[mine[known]] += graph.start_ns[found[known]] - collectives[rank].start_ns[calls.row[mine[known]]]
+            duration[mine[known]] = graph.duration_ns[found[known]]
+    latest = np.full(matched.count, np.iinfo(np.int64).min)
+    np.maximum.at(latest, collective, start)
+    transfer = np.maximum(start + duration - latest[collective], 0)
     members = np.array([_members(channel, graphs) for channel in matched.channels], dtype=np.int64)
     shared = np.bincount(collective, minlength=matched.count) == members[matched.channel]
     shared &= matched.together & arrivals.possible
@@ -86,8 +97,15 @@ def recorded_step_ns(graphs: Mapping[int, Graph]) -> float:
     return float(np.median([step_ns(*one) for one in ends]))
 
 
-def _position_of(work_row: Ints, row: Ints) -> Ints:
-    order = np.argsort(work_row, kind="stable")
-    place = np.minimum(np.searchsorted(work_row, row, sorter=order), len(work_row) - 1)
+def _positions(graph: Graph, collectives: Collectives, rows: Ints) -> Ints:
+    """The work of these collectives that was launched in the trace."""
+    wanted = collectives.kernel_row[rows]
+    if graph.on_host:
+        wanted = np.where(collectives.measured[rows], collectives.call_row[rows], NOTHING)
+    if not len(graph.work_row):
+        return np.full(len(rows), NOTHING)
+    order = np.argsort(graph.work_row, kind="stable")
+    place = np.minimum(np.searchsorted(graph.work_row, wanted, sorter=order), len(order) - 1)
     found = order[place]
-    return np.where((row >= 0) & (work_row[found] == row), found, NOTHING)
+    is_known = (wanted >= 0) & (graph.work_row[found] == wanted) & (graph.launch[found] != NOTHING)
+    return np.where(is_known, found, NOTHING)

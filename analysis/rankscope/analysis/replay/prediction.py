@@ -81,6 +81,7 @@ class Forecast:
     host_factor: float | None  # the host's time without the profiler, as a share of its time with it; None: unknown
     # Those of the same training first, largest gain first; none if the replay is too far off.
     predictions: tuple[Prediction, ...]
+    on_host: bool  # the job has no device
 
     @property
     def is_usable(self) -> bool:
@@ -150,13 +151,16 @@ def replay_as_is(
     recorded, replayed = recorded_step_ns(graphs), replayed_step_ns(graphs, times)
     if recorded <= 0:
         raise ReplayError("its steps take no time")
-    made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, _costs(graphs), None, ())
+    on_host = any(graph.on_host for graph in graphs.values())
+    made = Forecast(recorded, replayed, replayed / recorded - 1, "", replayed, _costs(graphs), None, (), on_host)
     if not made.is_usable:
         if watch is not None:
             watch((), {rank: Traced(graphs[rank], traces[rank]) for rank in traces}, times)
         return replace(made, diverges_at=_divergence(graphs, traces, times)), ()
     factor = _host_factor(graphs, replayed, true_step_ns)
-    factors = (1.0, LEAST_HOST_FACTOR) if factor is None else (factor,)
+    # On a CPU the host's time is what the job computes, which the profiler makes little longer.
+    unknown = (1.0,) if on_host else (1.0, LEAST_HOST_FACTOR)
+    factors = unknown if factor is None else (factor,)
     jobs = tuple(_job(graphs, traces, one, watch if one == factors[0] else None) for one in factors)
     costs = _costs({rank: one.graph for rank, one in jobs[0].ranks.items()})
     return replace(made, step_ns=jobs[0].step_ns, costs=costs, host_factor=factor), jobs
@@ -238,14 +242,16 @@ def _scaled(graphs: Mapping[int, Graph], factor: float) -> dict[int, Graph]:
         return dict(graphs)
     made = {}
     for rank, graph in graphs.items():
-        # Waiting for a batch is not the host's own time.
-        gap = graph.input_ns + (factor * (graph.gap_ns - graph.input_ns)).astype(np.int64)
+        # Waiting for a batch is not the host's own time. On a CPU, neither is a long time without operators: a profiler
+        # does not slow a process that sleeps or reads.
+        kept = graph.input_ns + graph.apart_ns if graph.on_host else graph.input_ns
+        gap = kept + (factor * (graph.gap_ns - kept)).astype(np.int64)
         made[rank] = replace(
             graph,
             gap_ns=gap,
             own_ns=(factor * graph.own_ns).astype(np.int64),
             optimizer_ns=(factor * graph.optimizer_ns).astype(np.int64),
-            apart_ns=(factor * graph.apart_ns).astype(np.int64),
+            apart_ns=graph.apart_ns if graph.on_host else (factor * graph.apart_ns).astype(np.int64),
         )
     return made
 

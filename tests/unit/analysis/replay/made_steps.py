@@ -1,4 +1,5 @@
-"""Traces of made-up steps whose time is known: a host that launches kernels, streams that run them."""
+"""Traces of made-up steps whose time is known: a host that launches kernels, streams that run them; and a host without
+a device, whose threads transfer."""
 
 from __future__ import annotations
 
@@ -92,3 +93,46 @@ def launching(host_us: float, kernel_us: float, steps: int = 5, queue_limit: int
             machine.launch("gemm", kernel_us)
         machine.annotate(f"ProfilerStep#{step}", began)
     return machine.trace()
+
+
+@dataclass
+class Host:
+    """Records what a host without a device does, in µs. A transfer begins 10 µs after its call."""
+
+    rank: int = 0
+    now: float = 100.0
+    events: list[Event] = field(default_factory=list)
+
+    def compute(self, microseconds: float, name: str = "aten::mm") -> None:
+        self.events.append((name, Category.CPU_OP, self.now, microseconds))
+        self.now += microseconds
+
+    def sleep(self, microseconds: float) -> None:
+        self.now += microseconds
+
+    def read(self, microseconds: float) -> None:
+        name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+        self.events.append((name, Category.USER_ANNOTATION, self.now, microseconds))
+        self.now += microseconds
+
+    def start(
+        self, microseconds: float, *, until: float | None = None, lane: int = 2, event_ends_late: float = 0.0
+    ) -> float:
+        """Starts an all-reduce, and returns its end."""
+        begins = self.now + 10.0
+        ends = begins + microseconds if until is None else until
+        self.events.append(("c10d::allreduce_", Category.CPU_OP, self.now, 8.0))
+        described = {"thread": lane, "group": "0", "group_size": 4, "in_elements": 1000, "element_type": "Float"}
+        lasts = ends - begins + event_ends_late
+        self.events.append(("gloo:all_reduce", Category.USER_ANNOTATION, begins, lasts, described))
+        self.now += 8.0
+        return ends
+
+    def wait(self, end: float) -> None:
+        self.now = max(self.now, end) + 5.0
+
+    def annotate(self, name: str, since: float) -> None:
+        self.events.append((name, Category.USER_ANNOTATION, since, self.now - since))
+
+    def trace(self) -> Trace:
+        return make_trace(self.events, rank=self.rank, backend="gloo")
