@@ -188,3 +188,15 @@ def test_clocks_of_ranks_are_aligned() -> None:
 def test_a_trace_that_was_cut_is_refused() -> None:
     with pytest.raises(ReplayError, match="no step was recorded as a whole"):
         graphs_of(H200 / "nccl_world1_3steps.json.gz")
+
+
+def test_a_step_without_calls_is_refused() -> None:
+    """The only call that launches recorded work is outside of it."""
+    events = [
+        ("cudaLaunchKernel", Category.RUNTIME, 6.0, 5.0, {"correlation": 1}),
+        ("gemm", Category.KERNEL, 20.0, 10.0, {"correlation": 1}),
+        ("ProfilerStep#0", Category.USER_ANNOTATION, 1790.0, 399.0),
+        ("cudaLaunchKernel", Category.RUNTIME, 1800.0, 5.0, {"correlation": 2}),
+    ]
+    with pytest.raises(ReplayError, match="no step was recorded as a whole"):
+        build_graph(make_trace(events))
