@@ -173,6 +173,9 @@ def build_graph(trace: Trace) -> Graph:
     gap = call_start - before
     apart = gap - overlap_ns(unite(operators, optimizer, inputs), before, call_start)
     call_step = steps.at(call_start)
+    step_range = _whole_steps(trace, steps, launches)
+    if not np.isin(step_range, call_step).all():
+        raise ReplayError("no step was recorded as a whole")
     works = len(recorded.work_row)
     made = Graph(
         call_row=recorded.call_row,
@@ -200,7 +203,7 @@ def build_graph(trace: Trace) -> Graph:
         later=waits[0],
         earlier=waits[1],
         steps=steps,
-        step_range=_whole_steps(trace, steps, launches),
+        step_range=step_range,
         latencies=latencies,
     )
     first, last = made.step_range

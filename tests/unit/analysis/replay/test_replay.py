@@ -194,3 +194,15 @@ def test_of_many_steps_the_first_are_replayed() -> None:
     long, short = (build_graph(launching(46.0, 10.0, steps=steps)) for steps in (3 * MAX_STEPS, MAX_STEPS))
     assert len(long.launch) == len(short.launch) and len(long.gap_ns) == len(short.gap_ns)
     assert replayed_step_ns({0: long}) == replayed_step_ns({0: short})
+
+
+def test_a_step_without_calls_is_refused() -> None:
+    """The only call that launches recorded work is outside of it."""
+    events = [
+        ("cudaLaunchKernel", Category.RUNTIME, 6.0, 5.0, {"correlation": 1}),
+        ("gemm", Category.KERNEL, 20.0, 10.0, {"correlation": 1}),
+        ("ProfilerStep#0", Category.USER_ANNOTATION, 1790.0, 399.0),
+        ("cudaLaunchKernel", Category.RUNTIME, 1800.0, 5.0, {"correlation": 2}),
+    ]
+    with pytest.raises(ReplayError, match="no step was recorded as a whole"):
+        build_graph(make_trace(events))
