@@ -7,7 +7,11 @@ import warnings
 
 import msgspec
 
+from rankscope.analysis.models.device_peaks import find_device
+from rankscope.analysis.replay.advice import MAX_LINES, advise
+from rankscope.analysis.replay.changes import bucket
 from rankscope.analysis.replay.graph import ReplayError
+from rankscope.analysis.replay.other_device import predict_on
 from rankscope.analysis.replay.prediction import forecast
 from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.analysis.traces.breakdown import Breakdown, break_down, device_rows
@@ -49,8 +53,10 @@ def _check_analysis(trace: Trace) -> None:
     assert all(0 < len(stack) <= DEPTH_LIMIT for stack in kernels.stacks())
     summary = summarize(trace, breakdown, collectives, rank=trace.rank, file="x", top=5)
     assert len(msgspec.json.encode(summary)) < 4 << 20
-    diagnose([summary])
+    diagnosis = diagnose([summary])
     _check_replay(trace)
+    advice = advise({0: trace}, [summary], diagnosis)
+    assert all(one.evidence and len(one.lines) <= MAX_LINES for one in advice.advised)
     essence, kept = keep_essentials(trace, collectives)
     _, twin, twin_collectives, twin_breakdown = _twin()
     join_traces({0: twin, 1: essence}, {0: twin_collectives, 1: kept}, breakdowns={0: twin_breakdown, 1: breakdown})
@@ -64,6 +70,9 @@ def _check_replay(trace: Trace) -> None:
     assert found.is_usable or not found.predictions
     assert all(one.step_ns is None or one.step_ns >= 0 for one in found.predictions)
     assert len(make_page(found, "", (), drawn)) < 8 << 20
+    gpu = find_device("H200")
+    moved = predict_on({0: trace}, {0: gpu}, find_device("L4"), [[bucket(50)]])
+    assert all(0 <= (one.low_ns or 0.0) <= (one.other_ns or 0.0) <= (one.high_ns or 0.0) for one in moved.steps)
 
 
 def _analysed(trace: Trace) -> tuple[Breakdown, Collectives] | None:

@@ -199,7 +199,8 @@ def _whole_steps(graph: Graph, times: Times) -> _Steps:
         number, end = graph.steps.number[first : first + 1], ends[first : first + 1]
         begin = starts[graph.call_step == first][:1]
     # The end of a step without a call is not known.
-    return _Steps(number, np.maximum(begin, min(starts.min(), times.work_start_ns.min())), end)
+    earliest = np.concatenate((starts, times.work_start_ns)).min()
+    return _Steps(number, np.maximum(begin, earliest), end)
 
 
 def _begin(steps: _Steps, number: int, begin: int, duration: int) -> int:
