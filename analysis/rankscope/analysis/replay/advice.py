@@ -14,13 +14,13 @@ from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.changes import Change
 from rankscope.analysis.replay.edits import Ranks, host_ns
 from rankscope.analysis.replay.graph import Graph, ReplayError
+from rankscope.analysis.replay.kernel_work import in_formats
 from rankscope.analysis.replay.other_device import mfu_of
 from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast
 from rankscope.analysis.replay.replay import Times
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.diagnosis import Diagnosis
 from rankscope.analysis.traces.diagnosis_rules import Finding
-from rankscope.analysis.traces.kernel_work import in_formats
 from rankscope.analysis.traces.kernels import Kind, classify, classify_kernels
 from rankscope.analysis.traces.source_lines import heaviest_lines
 from rankscope.analysis.traces.summary_records import RankSummary

@@ -17,8 +17,8 @@ from rankscope.analysis.replay.edits import (
     with_copies,
 )
 from rankscope.analysis.replay.graph import NOTHING, Graph
+from rankscope.analysis.replay.kernel_work import in_formats
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
-from rankscope.analysis.traces.kernel_work import in_formats
 from rankscope.analysis.traces.kernels import KernelClasses, Kind, classify_kernels
 from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Trace

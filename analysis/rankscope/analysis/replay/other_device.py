@@ -11,14 +11,14 @@ from enum import IntEnum
 
 import numpy as np
 
-from rankscope.analysis.models.device_peaks import DeviceSpec, PeakError, find_peak
+from rankscope.analysis.models.device_peaks import DTYPES, DeviceSpec, PeakError, find_peak
 from rankscope.analysis.quantities import number
 from rankscope.analysis.replay.changes import Change
 from rankscope.analysis.replay.edits import Ranks, Traced
 from rankscope.analysis.replay.graph import Graph
+from rankscope.analysis.replay.kernel_work import KernelWork, kernel_work
 from rankscope.analysis.replay.prediction import Forecast, Job, predict, replay_as_is
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
-from rankscope.analysis.traces.kernel_work import NUMBER_FORMATS, KernelWork, kernel_work
 from rankscope.analysis.traces.kernels import KernelClasses, Kind, classify, classify_kernels, names_like
 from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Category, Trace
@@ -120,7 +120,7 @@ def predict_on(
     tflops, gb_per_second = _achieved(ranks, rooflines)
     per_format = flops_per_step(ranks, {rank: one.work for rank, one in rooflines.items()})
     if per_format is not None:
-        number_format = NUMBER_FORMATS[int(per_format.argmax())]
+        number_format = DTYPES[int(per_format.argmax())]
         flops = float(per_format.sum())
     achieved = None if number_format is None else tflops.get(number_format)
     moves = [_move(ranks, rooflines, side) for side in ("factor", "low", "high")]
@@ -224,8 +224,8 @@ def _bounds(classes: KernelClasses, compute_share: Floats, memory_share: Floats)
 
 def _compute(duration_ns: Ints, work: KernelWork, now: DeviceSpec, other: DeviceSpec) -> tuple[Floats, Floats]:
     """The share of the peak that each kernel reaches, 0 if its FLOPs are not known, and the ratio of both peaks."""
-    here = np.array([_peak(now, one)[1] or math.nan for one in NUMBER_FORMATS])
-    there = np.array([_peak(other, one)[1] or math.nan for one in NUMBER_FORMATS])
+    here = np.array([_peak(now, one)[1] or math.nan for one in DTYPES])
+    there = np.array([_peak(other, one)[1] or math.nan for one in DTYPES])
     ratio = here / there
     # Without a peak on either, as for double precision on devices for inference: by bandwidth.
     ratio[np.isnan(ratio)] = now.gb_per_second / other.gb_per_second
@@ -273,14 +273,14 @@ def _time_ratios(ranks: Ranks, rooflines: Mapping[int, Rooflines]) -> dict[Bound
 
 def flops_per_step(ranks: Ranks, works: Mapping[int, KernelWork]) -> Floats | None:
     """By number format, the mean of the ranks. An operator counts once, however many kernels it launches."""
-    totals = np.zeros(len(NUMBER_FORMATS))
+    totals = np.zeros(len(DTYPES))
     for rank, one in ranks.items():
         inside, steps = _in_steps(one)
         work = works[rank]
         owned = np.flatnonzero(inside & (work.operator >= 0))
         operator, first = np.unique(work.operator[owned], return_index=True)
         flops = np.maximum(one.trace.operators.flops[operator], 0).astype(np.float64) if len(operator) else np.zeros(0)
-        totals += np.bincount(work.number_format[owned[first]], flops, len(NUMBER_FORMATS)) / steps
+        totals += np.bincount(work.number_format[owned[first]], flops, len(DTYPES)) / steps
     return totals / len(ranks) if totals.any() else None
 
 
@@ -301,21 +301,21 @@ def mfu_of(ranks: Ranks, step_ns: float) -> float | None:
 
 def _achieved(ranks: Ranks, rooflines: Mapping[int, Rooflines]) -> tuple[dict[str, float], float | None]:
     """TFLOP/s by number format; and GB/s of what memory limits."""
-    flops, flops_ns = np.zeros(len(NUMBER_FORMATS)), np.zeros(len(NUMBER_FORMATS))
+    flops, flops_ns = np.zeros(len(DTYPES)), np.zeros(len(DTYPES))
     moved, moved_time = 0.0, 0.0
     for rank, one in ranks.items():
         inside, _ = _in_steps(one)
         duration = one.trace.duration_ns[_work_rows(one.trace)].astype(np.float64)
         work, bound = rooflines[rank].work, rooflines[rank].bound
         dense = inside & (work.flops > 0)
-        flops += np.bincount(work.number_format[dense], work.flops[dense].astype(np.float64), len(NUMBER_FORMATS))
-        flops_ns += np.bincount(work.number_format[dense], duration[dense], len(NUMBER_FORMATS))
+        flops += np.bincount(work.number_format[dense], work.flops[dense].astype(np.float64), len(DTYPES))
+        flops_ns += np.bincount(work.number_format[dense], duration[dense], len(DTYPES))
         moving = inside & (bound == Bound.MEMORY) & (work.size_bytes > 0)
         moved += float(work.size_bytes[moving].astype(np.float64).sum())
         moved_time += float(duration[moving].sum())
     tflops = {
         name: float(flops[number] / flops_ns[number] / 1000)
-        for number, name in enumerate(NUMBER_FORMATS)
+        for number, name in enumerate(DTYPES)
         if flops_ns[number] > 0
     }
     return tflops, moved / moved_time if moved_time > 0 else None
@@ -338,7 +338,7 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [spec.note for spec in (*now, other) if spec.note]
     works = [each.work for each in rooflines.values()]
-    used = {NUMBER_FORMATS[one] for work in works for one in np.unique(work.number_format[work.flops > 0]).tolist()}
+    used = {DTYPES[one] for work in works for one in np.unique(work.number_format[work.flops > 0]).tolist()}
     for one in sorted(used):
         instead, tflops = _peak(other, one)
         if tflops is None:

@@ -10,6 +10,7 @@ import pytest
 
 from rankscope.analysis.models.device_peaks import DeviceSpec, find_device
 from rankscope.analysis.replay.changes import CHANGES, Change
+from rankscope.analysis.replay.kernel_work import kernel_work
 from rankscope.analysis.replay.other_device import (
     EFFICIENCY_RATIO,
     LATENCY_NS,
@@ -18,14 +19,13 @@ from rankscope.analysis.replay.other_device import (
     moved_ns,
     predict_on,
 )
-from rankscope.analysis.traces.kernel_work import kernel_work
 from rankscope.analysis.traces.kernels import classify_kernels
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Category, Device, MemoryColumns, Trace
 from tests.shared_data import H200
 from tests.unit.analysis.replay.made_steps import Machine, launch_bound
-from tests.unit.analysis.traces.test_kernel_work import with_work
+from tests.unit.analysis.replay.test_kernel_work import with_work
 from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 HERE = DeviceSpec("here", {"fp32": 50.0, "bf16": 400.0}, 2000.0, 80.0, "")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.analysis.models.device_peaks import DTYPES
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.intervals import Spans, nest
 from rankscope.analysis.traces.kernels import KernelClasses
@@ -19,7 +20,6 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Trace, take_or_abs
 _DOMINANT_RATIO = 2 / 3
 # From a library's wrapper of a dense kernel to the operator that has the shapes: cudnn_convolution in convolution.
 _MAX_CLIMBS = 4
-NUMBER_FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
 _OF_ELEMENTS = {
     "double": "fp64",
     "float": "fp32",
@@ -51,7 +51,7 @@ class KernelWork:
 
     flops: Ints
     size_bytes: Ints
-    number_format: Ints  # that it computes in; index into NUMBER_FORMATS
+    number_format: Ints  # that it computes in; index into DTYPES
     operator: Ints  # entry of Trace.operators
 
 
@@ -72,7 +72,7 @@ def kernel_work(trace: Trace, rows: Ints, classes: KernelClasses) -> KernelWork:
 
 def in_formats(trace: Trace, rows: Ints, classes: KernelClasses, *formats: str) -> Bools:
     """Which are dense kernels on tensor cores that compute in one of the formats."""
-    wanted = [NUMBER_FORMATS.index(one) for one in formats]
+    wanted = [DTYPES.index(one) for one in formats]
     is_wanted: Bools = np.isin(kernel_work(trace, rows, classes).number_format, wanted)
     return is_wanted & classes.dense & classes.on_tensor_cores
 
@@ -90,7 +90,7 @@ def _number_formats(trace: Trace, rows: Ints, classes: KernelClasses, element_ty
         )
         for one in first.tolist()
     ]
-    return np.array([NUMBER_FORMATS.index(one) for one in found], dtype=np.int64)[group]
+    return np.array([DTYPES.index(one) for one in found], dtype=np.int64)[group]
 
 
 def _number_format(kernel: str, element_type: str, *, on_tensor_cores: bool) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope.analysis.models.device_peaks import DTYPES
-from rankscope.analysis.traces.kernel_work import NUMBER_FORMATS, KernelWork, kernel_work
+from rankscope.analysis.replay.kernel_work import KernelWork, kernel_work
 from rankscope.analysis.traces.kernels import classify_kernels
 from rankscope.analysis.traces.trace import ABSENT, Category, OperatorColumns, Trace
 from tests.unit.analysis.traces.trace_builder import Event, make_trace
@@ -89,8 +89,4 @@ def test_kernels_without_launch_or_shapes_have_no_work() -> None:
 )
 def test_formats_come_from_the_operator_or_the_name(kernel: str, element_type: str, expected: str) -> None:
     trace = with_work(operator("aten::mm", (kernel, 50)), {"aten::mm": (1000, 300)}, element_type)
-    assert NUMBER_FORMATS[int(found(trace).number_format[0])] == expected
-
-
-def test_formats_are_those_that_devices_have_peaks_for() -> None:
-    assert NUMBER_FORMATS == DTYPES
+    assert DTYPES[int(found(trace).number_format[0])] == expected
