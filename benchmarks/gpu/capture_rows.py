@@ -106,6 +106,11 @@ def collectives(rig: Rig, label: str, one: Captured) -> None:
     rig.report.add(f"{label}: collectives in the summary", f"{counts}{more}", "some", bool(counts))
 
 
+def advice(rig: Rig, label: str, one: Captured) -> None:
+    summary = (one.ranks[0].get("summary") or {}) if one.ranks else {}
+    rig.report.add(f"{label}: advice of the summary", "; ".join(summary.get("advice") or ()) or "none")
+
+
 def utilisation(rig: Rig, label: str, job: TrainingJob, one: Captured) -> None:
     summary = (one.ranks[0].get("summary") or {}) if one.ranks else {}
     mfu = summary.get("mfu_ratio")

@@ -19,7 +19,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.capture_rows import AFTER_AT_MOST, Rig, aftermath, collectives, control, heard, told, utilisation
+from benchmarks.gpu.capture_rows import (
+    AFTER_AT_MOST,
+    Rig,
+    advice,
+    aftermath,
+    collectives,
+    control,
+    heard,
+    told,
+    utilisation,
+)
 from benchmarks.gpu.jobs import training
 from benchmarks.gpu.reporting import Report
 from benchmarks.running import daemon
@@ -47,6 +57,7 @@ def compute_bound(rig: Rig) -> None:
         if one.delivered:
             collectives(rig, label, one)
             utilisation(rig, label, job, one)
+            advice(rig, label, one)
         aftermath(rig, label, job, one, None if rig.cpu else AFTER_AT_MOST)
         control(rig, label, job)
         told(rig, f"{label}, 0.5 s", rig.capture(job, name, "--seconds", "0.5"), "kineto", None)
@@ -70,6 +81,7 @@ def launch_bound(rig: Rig) -> None:
             told(rig, f"{label}, capture {number}", one, "kineto", 5)
             if number == 1 and one.delivered:
                 utilisation(rig, label, job, one)
+                advice(rig, label, one)
             aftermath(rig, f"{label}, capture {number}", job, one, None if rig.cpu else AFTER_AT_MOST)
         full = rig.capture(job, name, "--steps", "3", *EVERYTHING)
         told(rig, f"{label}, 3 steps with all options", full, "kineto", 3)
@@ -129,6 +141,7 @@ def by_probe(rig: Rig) -> None:
         if one.delivered:
             collectives(rig, label, one)
             utilisation(rig, label, job, one)
+            advice(rig, label, one)
         aftermath(rig, label, job, one, None if rig.cpu else AFTER_AT_MOST)
         told(rig, f"{label}, 0.3 s", rig.capture(job, name, "--seconds", "0.3"), "probe", None)
 

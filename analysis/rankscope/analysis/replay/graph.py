@@ -44,7 +44,7 @@ MAX_STREAMS, MAX_SPAN_NS = 512, 24 * 3600 * 10**9
 _WAITED_NS = 20_000
 # Longer than launches, kernels and calls that wake up take by themselves.
 _LONG_NS = 100_000
-_LONG_AGO = np.iinfo(np.int64).min // 2
+_LONG_AGO, _FOREVER = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
 # Python between two operators takes less.
 _APART_NS = 1_000_000
 _SYNCHRONISE_DEVICE = re.compile(r"(cuda|hip|cu)(Device|Ctx|Context)Synchronize")
@@ -311,6 +311,10 @@ def _own_ns(recorded: _Recorded, is_waiting: Bools, latencies: Latencies) -> Int
     launched = np.searchsorted(recorded.launch, np.arange(len(own)), "left")
     started = np.searchsorted(np.sort(recorded.start), recorded.call_start, "right")
     is_blocked = is_launch & (launched - started >= QUEUE_LIMIT - 1)
+    # How full the queue is shows once the device has reached what was launched in the trace. A cut trace has nothing
+    # that was launched before.
+    reached = int(recorded.start[recorded.launch != NOTHING].min(initial=_FOREVER))
+    is_blocked |= is_launch & (recorded.call_start < reached) & (own > _LONG_NS)
     usual = own[is_launch & ~is_blocked]
     own[is_blocked] = np.minimum(own[is_blocked], int(np.median(usual)) if len(usual) else 0)
     return own

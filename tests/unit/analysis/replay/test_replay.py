@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,3 +208,19 @@ def test_a_step_without_calls_is_refused() -> None:
     ]
     with pytest.raises(ReplayError, match="no step was recorded as a whole"):
         build_graph(make_trace(events))
+
+
+def test_a_cut_trace_does_not_count_a_full_queue_as_host_time() -> None:
+    """A capture is cut to whole steps: kernels that were launched before are not in it."""
+    whole = json.loads(gzip.decompress((H200 / "matrix_bound.json.gz").read_bytes()))
+    events = whole["traceEvents"]
+    calls = {one["args"]["correlation"] for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")}
+    cut = [
+        one
+        for one in events
+        if one.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset") or one["args"]["correlation"] in calls
+    ]
+    assert len(cut) < len(events)
+    graphs = [build_graph(read_trace(json.dumps({**whole, "traceEvents": one}).encode())) for one in (events, cut)]
+    full, rest = (int((graph.gap_ns + graph.own_ns).sum()) for graph in graphs)
+    assert rest == pytest.approx(full, rel=0.1)

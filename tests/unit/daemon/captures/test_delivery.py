@@ -16,6 +16,7 @@ from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.processing.messages import RankResult, leave, result_file
 from rankscope.daemon.captures.records import Delivered
 from rankscope.daemon.captures.store import Quota, Store
+from rankscope.daemon.discovery.rank_environment import kept
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.analysis.traces.step_files import StepFile
@@ -37,9 +38,9 @@ def _capture(ranks: int) -> pb.Capture:
 
 
 def _process(rank: int, ranks: int, environment: dict[str, str] | None = None) -> RankProcess:
-    return RankProcess(
-        JOB, rank, rank, ranks, 9000 + rank, 1, (9000 + rank, 7 + rank), environment or {}, "pod-1", "ml"
-    )
+    # As discovery keeps it.
+    known = kept(environment or {})
+    return RankProcess(JOB, rank, rank, ranks, 9000 + rank, 1, (9000 + rank, 7 + rank), known, "pod-1", "ml")
 
 
 def _deliver(
