@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from rankscope.analysis.replay.changes import CHANGES
@@ -16,6 +18,7 @@ BY_NAME = {change.name: change for change in CHANGES}
 LAUNCH_BOUND_MS, MATRIX_BOUND_MS, STRAGGLER_MS = 14.75, 134.03, 27.26
 
 
+@cache
 def h200(name: str) -> Trace:
     return read_trace((H200 / name).read_bytes())
 
