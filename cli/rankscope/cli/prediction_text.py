@@ -51,7 +51,7 @@ def _host_line(found: Forecast, step_ms: float | None) -> str:
     if found.on_host:
         known = "sleeping, reading and communication take the step's time" if step_ms else "--step-ms MS corrects it"
         return f"host time as recorded, slowed by the profiler; {known}"
-    why = "the step does not tell it" if step_ms is not None else "--step-ms MS tells it"
+    why = "the step does not depend on it" if step_ms is not None else "give --step-ms MS for one gain"
     least = f"{100 * LEAST_HOST_FACTOR:.0f} to 100 %"
     return f"without the profiler the host takes {least} of its recorded time; {why}"
 

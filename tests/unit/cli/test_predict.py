@@ -69,12 +69,12 @@ def test_the_ranks_of_a_job_are_replayed_together(capsys: pytest.CaptureFixture[
 
 
 def test_host_time_slowed_by_the_profiler_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "33 to 100 % of its recorded time; --step-ms MS tells it" in answer(capsys, LAUNCH_BOUND)
+    assert "33 to 100 % of its recorded time; give --step-ms MS" in answer(capsys, LAUNCH_BOUND)
     assert "without the profiler the host takes 62" in answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
 
 
 def test_a_busy_device_says_nothing_about_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "of its recorded time; the step does not tell it" in answer(capsys, LAUNCH_BOUND, "--step-ms", "2")
+    assert "of its recorded time; the step does not depend on it" in answer(capsys, LAUNCH_BOUND, "--step-ms", "2")
 
 
 def test_kernels_and_buckets_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:

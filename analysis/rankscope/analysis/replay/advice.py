@@ -110,7 +110,7 @@ def advise(
 
 
 class _Lines:
-    """Is told each replay, and finds the lines of the program whose work a change shortens, on the first rank."""
+    """Called with each replay. Finds the lines of the program whose work a change shortens, on the first rank."""
 
     def __init__(self) -> None:
         self.ranks: Ranks = {}  # of the job as it is

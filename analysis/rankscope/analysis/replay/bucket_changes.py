@@ -113,11 +113,11 @@ def _edit(reduced: _Reduced, closed: list[Ints], durations: list[Ints]) -> Graph
     originals = np.flatnonzero(~copied.is_copy)
     old = [originals[works] for works in reduced.work]
     last_new = new[np.searchsorted(turn_of, np.arange(len(old)), "right") - 1]
-    heir = np.arange(len(made.launch))
+    replacement = np.arange(len(made.launch))
     for works, last in zip(old, last_new.tolist(), strict=True):
-        heir[works] = last
+        replacement[works] = last
     # What an old bucket waited for is computed before one of the new ones anyway.
-    waits = heir[made.later] == made.later
+    waits = replacement[made.later] == made.later
     ready = _computed_before(made, new)
     made = replace(
         made,
@@ -125,7 +125,7 @@ def _edit(reduced: _Reduced, closed: list[Ints], durations: list[Ints]) -> Graph
         later=np.concatenate((made.later[waits], new[ready != NOTHING])),
         earlier=np.concatenate((made.earlier[waits], ready[ready != NOTHING])),
     )
-    return merged(made, heir)
+    return merged(made, replacement)
 
 
 def _computed_before(graph: Graph, works: Ints) -> Ints:

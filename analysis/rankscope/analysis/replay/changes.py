@@ -75,17 +75,17 @@ def _fused_optimizer(rank: Traced) -> Graph:
     names = {trace.names[name] for name in np.unique(trace.name[graph.work_row[mine]]).tolist()}
     if any(_FUSED.search(name) for name in names):
         raise NotApplicableError("the optimizer is fused")
-    duration, heir = graph.duration_ns.copy(), np.arange(len(mine))
+    duration, replacement = graph.duration_ns.copy(), np.arange(len(mine))
     gap, own, operators = graph.gap_ns.copy(), graph.own_ns.copy(), graph.optimizer_ns.copy()
     for step in np.unique(graph.work_step[mine]).tolist():
         works = np.flatnonzero(mine & (graph.work_step == step))
-        heir[works] = works[0]
+        replacement[works] = works[0]
         duration[works[0]] = round(share * int(duration[works].sum()))
         calls = np.unique(graph.launch[works])[1:]
         gap[calls] -= operators[calls]
         own[calls] = operators[calls] = 0
     fused = replace(graph, duration_ns=duration, gap_ns=gap, own_ns=own, optimizer_ns=operators)
-    return merged(fused, heir)
+    return merged(fused, replacement)
 
 
 def _fused_share(trace: Trace) -> float:

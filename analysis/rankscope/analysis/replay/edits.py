@@ -51,12 +51,12 @@ def host_ns(graph: Graph) -> Ints:
     return graph.gap_ns + graph.own_ns
 
 
-def merged(graph: Graph, heir: Ints) -> Graph:
+def merged(graph: Graph, replacement: Ints) -> Graph:
     """Per piece of work, the one that takes its place: itself if it stays. What waited for work that is gone, or was
-    waited for by it, waits for its heir."""
-    stays = heir == np.arange(len(heir))
+    waited for by it, waits for its replacement."""
+    stays = replacement == np.arange(len(replacement))
     kept = np.flatnonzero(stays)
-    position = (np.cumsum(stays) - 1)[heir]
+    position = (np.cumsum(stays) - 1)[replacement]
     later, earlier = position[graph.later], position[graph.earlier]
     # A wait for work that is launched later cannot be replayed.
     possible = earlier < later

@@ -36,7 +36,7 @@ NOTHING = -1
 QUEUE_LIMIT = 1021
 # A step of which less was recorded is not replayed.
 WHOLE_STEP_RATIO = 0.98
-# More steps say little more.
+# More steps add little.
 MAX_STEPS = 10
 # Of a corrupt trace.
 MAX_STREAMS, MAX_SPAN_NS = 512, 24 * 3600 * 10**9

@@ -51,7 +51,7 @@ class _Transfers:
     row: Ints
     called_ns: Ints
     returned_ns: Ints
-    sign_ns: Ints  # what the host's thread does next after the call is not before this
+    next_event_ns: Ints  # what the host's thread does next after the call is not before this
     lane: Ints
     start_ns: Ints
     end_ns: Ints
@@ -118,19 +118,21 @@ def _find_transfers(trace: Trace, collectives: Collectives) -> _Transfers:
     caller = _callers(spans.start_ns[operators], start)
     known = caller != NOTHING
     position = operators[caller[known]]
-    called, returned, sign = start.copy(), start.copy(), start.copy()
+    called, returned, next_event = start.copy(), start.copy(), start.copy()
     called[known], returned[known] = spans.start_ns[position], spans.end_ns[position]
-    sign[known] = np.maximum(_next_signs(trace, spans, position), returned[known])
+    next_event[known] = np.maximum(_next_events(trace, spans, position), returned[known])
     # An operator that ends after its transfer may wait within.
     inline = known & (end <= returned)
-    sign[inline] = returned[inline]
+    next_event[inline] = returned[inline]
     returned[inline] = np.maximum(called, start)[inline]
     start = _taken_up(lane, called, start, end)
     order = np.lexsort((start, called))
-    return _Transfers(row[order], called[order], returned[order], sign[order], lane[order], start[order], end[order])
+    return _Transfers(
+        row[order], called[order], returned[order], next_event[order], lane[order], start[order], end[order]
+    )
 
 
-def _next_signs(trace: Trace, spans: Spans, position: Ints) -> Ints:
+def _next_events(trace: Trace, spans: Spans, position: Ints) -> Ints:
     """What the thread of each span does after it: the next event, or the end of the operator around. The span's own
     end if there is nothing."""
     row, end = spans.row[position], spans.end_ns[position]
@@ -140,8 +142,8 @@ def _next_signs(trace: Trace, spans: Spans, position: Ints) -> Ints:
     around = spans.parent[position]
     is_within = (around >= 0) & trace.of(Category.CPU_OP)[spans.row[around]]
     after = np.where(is_last, np.where(is_within, spans.end_ns[around], end), spans.start_ns[inside])
-    signs: Ints = np.where(is_within, np.minimum(after, spans.end_ns[around]), after)
-    return signs
+    events: Ints = np.where(is_within, np.minimum(after, spans.end_ns[around]), after)
+    return events
 
 
 def _taken_up(lane: Ints, called: Ints, start: Ints, end: Ints) -> Ints:
@@ -211,7 +213,7 @@ def _recorded_late(pause: Ints, resumed: Ints, called: Ints, end: Ints) -> Ints:
 def _find_pauses(trace: Trace, transfers: _Transfers, inputs: Intervals) -> Intervals:
     """When the host computes nothing, and does not wait for a batch. At least one: the end of the trace."""
     starting = union(transfers.called_ns, transfers.returned_ns)
-    after = union(transfers.returned_ns, transfers.sign_ns)
+    after = union(transfers.returned_ns, transfers.next_event_ns)
     busy = difference(unite(occupy_host(trace).compute, inputs, starting), after)
     begun, ended = gaps(busy)
     finish = int(trace.end_ns.max())

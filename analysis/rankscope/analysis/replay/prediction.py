@@ -21,11 +21,11 @@ from rankscope.analysis.traces.trace import Trace
 MOST_ERROR_RATIO = 0.05
 # Less is within the noise of any step.
 LEAST_GAIN_RATIO = 0.01
-# Gains that differ by less are one.
+# Gains that differ by less are given as one number.
 _SAME_GAIN_RATIO = 0.01
 # The profiler makes the host's time longer: 1.5 to 2.9 times, on H200 machines.
 LEAST_HOST_FACTOR = 1 / 3
-# If the host's time makes up less of a step, the step does not tell it.
+# If the host's time makes up less of a step, it cannot be derived from the step.
 _LEAST_HOST_RATIO = 0.02
 _BISECTIONS = 12
 
@@ -47,7 +47,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is sure: of several gains that the host's unknown time allows, the smallest."""
+    """The host's time may be known only as a range. `gain_ratio` is then the smallest gain in it."""
 
     changes: tuple[Change, ...]
     step_ns: float | None  # None if it does not apply

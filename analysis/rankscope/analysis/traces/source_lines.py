@@ -113,14 +113,14 @@ class _Places:
         threads = spans.thread_of_row[spans.row[is_line]]
         main = int(np.bincount(threads).argmax()) if len(threads) else ABSENT
         on_main = np.flatnonzero(spans.thread_of_row[spans.row] == main)
-        self._witness = int(spans.row[on_main[0]]) if len(on_main) else ABSENT
+        self._main_row = int(spans.row[on_main[0]]) if len(on_main) else ABSENT
 
     def of(self, call: Ints, moments: Ints) -> _Where:
         """`moments`: where a call has no line, the one that the program was in."""
         line = take_or_absent(self._line, call)
         lost = np.flatnonzero(line < 0)
-        if self._witness >= 0 and len(lost):
-            meanwhile = self.calls.spans.around(np.full(len(lost), self._witness), moments[lost])
+        if self._main_row >= 0 and len(lost):
+            meanwhile = self.calls.spans.around(np.full(len(lost), self._main_row), moments[lost])
             line[lost] = take_or_absent(self._line, meanwhile)
         phase = np.where(call >= 0, take_or_absent(self._phase, call), FORWARD)
         return _Where(line, take_or_absent(self._module, call), phase)

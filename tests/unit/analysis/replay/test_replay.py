@@ -210,7 +210,7 @@ def test_a_step_without_calls_is_refused() -> None:
         build_graph(make_trace(events))
 
 
-def test_a_cut_trace_does_not_count_a_full_queue_as_host_time() -> None:
+def test_a_full_queue_in_a_cut_trace_is_waiting() -> None:
     """A capture is cut to whole steps: kernels that were launched before are not in it."""
     whole = json.loads(gzip.decompress((H200 / "matrix_bound.json.gz").read_bytes()))
     events = whole["traceEvents"]
