@@ -205,12 +205,13 @@ def _checks(
     shares = diagnosis.shares
     if not shares:
         return ()
-    return (
-        _utilisation(ranks, shares["compute"] + shares["memory_kernels"], mfu_ratio),
+    times = (
         _share("exposed communication", shares["communication"], "no computation hides it", policy),
-        _share("slow input", shares["input"], "the device waits for a batch", policy),
-        _memory(ranks),
+        _share("slow input", shares["input"], "nothing runs until the next batch", policy),
     )
+    if all(one.on_host for one in ranks):
+        return times
+    return (_utilisation(ranks, shares["compute"] + shares["memory_kernels"], mfu_ratio), *times, _memory(ranks))
 
 
 def _utilisation(ranks: Sequence[RankSummary], busy: float, mfu_ratio: float | None) -> Check:

@@ -9,6 +9,7 @@ from rankscope.analysis.traces.diagnosis import diagnose
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.trace import Category, Trace
 from tests.unit.analysis.replay.made_steps import Machine
+from tests.unit.analysis.replay.test_host_replay import Host, stepping
 
 HALF = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT"
 
@@ -58,3 +59,16 @@ def test_the_lines_of_products_are_named() -> None:
     by_name = {one.prediction.name: one for one in found.advised}
     assert [str(line) for line in by_name["bf16"].lines] == ["forward (model.py:10)"]
     assert "run in FP32 without tensor cores" in by_name["bf16"].evidence[0]
+
+
+def test_a_cpu_job_is_not_asked_about_devices() -> None:
+    def step(host: Host) -> None:
+        host.read(3000.0)
+        host.compute(1000.0)
+
+    found = advice_of(stepping(step))
+    assert [one.prediction.name for one in found.advised] == ["input"]
+    assert [(check.question, check.answer) for check in found.checks] == [
+        ("exposed communication", False),
+        ("slow input", True),
+    ]
