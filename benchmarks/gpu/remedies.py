@@ -40,6 +40,10 @@ JOBS = {
         "--shape large --variants base,fused,graph,bf16,bf16+fused,tf32,compiled,batch2,accumulate4,recompute"
         " --traced base,bf16 --steps 4 --rounds 4"
     ),
+    # No rule of a prediction was made with this one at hand.
+    "medium": Job(
+        "--shape medium --variants base,fused,graph,bf16,tf32,compiled,batch2,accumulate4,recompute --steps 12"
+    ),
     "batch_small": Job(f"--shape small {BATCHES} --rounds 3"),
     "batch_large": Job(f"--shape large {BATCHES} --rounds 2 --steps 4"),
     "input": Job("--shape small --reads --workers 1 --variants base,workers2,workers8 --steps 20 --rounds 3"),

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from training import Block
 
 # layers, width, sequence, batch
-SHAPES = {"small": (12, 256, 128, 8), "large": (8, 1536, 512, 8), "tiny": (2, 64, 16, 2)}
+SHAPES = {"small": (12, 256, 128, 8), "medium": (6, 768, 256, 16), "large": (8, 1536, 512, 8), "tiny": (2, 64, 16, 2)}
 SLOW_RANK = 2
 READ_SECONDS = 0.002
 WARM_UP_STEPS = 8

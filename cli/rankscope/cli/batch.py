@@ -29,6 +29,7 @@ from rankscope.analysis.quantities import number, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.prediction_text import percent
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.reduction import reduce_files
 
@@ -167,7 +168,7 @@ def _warnings(model: BatchModel, found: Answers, measured: list[_Measured]) -> l
     said = []
     for what, check in (("step", model.step_check), ("memory", model.memory_check)):
         if check is not None and not check.holds:
-            error, limit = _percent(check.error_ratio), _percent(MAX_ERROR_RATIO)
+            error, limit = percent(check.error_ratio), percent(MAX_ERROR_RATIO)
             said.append(
                 f"the model of the {what} does not hold: from the other batches, that of batch {check.batch} is off by "
                 f"{error}, more than {limit}"
@@ -215,7 +216,7 @@ def print_answers(model: BatchModel, found: Answers, warnings: list[str], consol
                 quantity(row.step_us, "us"),
                 quantity(point.step_us, "us") if (point := measured.get(row.batch)) else "",
                 number(row.samples_per_second),
-                "" if row.gain_ratio is None else _percent(row.gain_ratio),
+                "" if row.gain_ratio is None else percent(row.gain_ratio),
                 quantity(row.memory_bytes, "B"),
                 quantity(point.memory_bytes, "B") if point else "",
             )
@@ -237,7 +238,7 @@ def _headline(model: BatchModel, found: Answers) -> str:
     if found.best_batch == smallest:
         return f"Batch {smallest:,}, the smallest measured, is large enough: doubling brings less than {_limit()}."
     factor = model.samples_per_second(found.best_batch) / model.samples_per_second(smallest)
-    more = f"{_percent(factor - 1)} more throughput than" if factor < 2 else f"{factor:.1f} times the throughput of"
+    more = f"{percent(factor - 1)} more throughput than" if factor < 2 else f"{factor:.1f} times the throughput of"
     words = f"Batch {found.best_batch:,} has {more} {smallest:,}"
     if found.best_batch >= found.saturated_at:
         return f"{words}; beyond, doubling brings less than {_limit()}."
@@ -271,11 +272,7 @@ def _floor(line: Line, unit: str) -> str:
 def _checked(check: Check | None) -> str:
     if check is None:
         return "; not checked, which takes one more batch"
-    return f"; from the other batches, each is predicted within {_percent(check.error_ratio)}"
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.1f} %"
+    return f"; from the other batches, each is predicted within {percent(check.error_ratio)}"
 
 
 def to_json(model: BatchModel, found: Answers, warnings: list[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rankscope.analysis.replay.other_device import Bound, MovedStep, OtherDevice
 from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Trace
 from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.prediction_text import percent
 from rankscope.cli.terminal import Terminal, make_table
 
 _NS_PER_MS, _NS_PER_HOUR = 1e6, 3600e9
@@ -128,7 +129,7 @@ def print_device(moved: OtherDevice, price: float | None, price_now: float | Non
 
 
 def _kernels(moved: OtherDevice) -> str:
-    ratio = {bound: _percent(moved.time_ratios.get(bound, 0.0)) for bound in Bound}
+    ratio = {bound: percent(moved.time_ratios.get(bound, 0.0)) for bound in Bound}
     return (
         f"time on the GPU: {ratio[Bound.COMPUTE]} limited by compute, {ratio[Bound.MEMORY]} by memory, "
         f"{ratio[Bound.SMALL]} by neither, {ratio[Bound.UNKNOWN]} unknown, {ratio[Bound.FIXED]} stays"
@@ -140,8 +141,8 @@ def _utilisation(moved: OtherDevice) -> list[str]:
     here, there = moved.mfu_ratio(step.now_ns, now), moved.mfu_ratio(step.other_ns, moved.other)
     lines = []
     if here is not None and there is not None:
-        there_too = f"{_percent(there)} on {moved.other.name}"
-        lines.append(f"MFU {_percent(here)} on {now.name}, {there_too} ({moved.number_format})")
+        there_too = f"{percent(there)} on {moved.other.name}"
+        lines.append(f"MFU {percent(here)} on {now.name}, {there_too} ({moved.number_format})")
     elif moved.flops_per_step is None:
         lines.append("MFU is not known: the traces have no shapes (record_shapes=True)")
     rates = []
@@ -178,10 +179,6 @@ def _names(moved: OtherDevice) -> str:
 
 def _step(step_ns: float | None) -> str:
     return quantity((step_ns or 0.0) / 1000, "us")
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.1f} %"
 
 
 def device_json(moved: OtherDevice, price: float | None, price_now: float | None) -> dict[str, Any]:

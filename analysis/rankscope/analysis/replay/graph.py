@@ -49,7 +49,7 @@ _LONG_AGO, _FOREVER = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
 _APART_NS = 1_000_000
 _SYNCHRONISE_DEVICE = re.compile(r"(cuda|hip|cu)(Device|Ctx|Context)Synchronize")
 _SYNCHRONISE = re.compile(r"(cuda|hip|cu)(Stream|Event)Synchronize|(cuda|hip)Memcpy$")
-_WITHIN_DEVICE = re.compile(r"Memcpy (DtoD|PtoP)|CopyDeviceToDevice")
+WITHIN_DEVICE = re.compile(r"Memcpy (DtoD|PtoP)|CopyDeviceToDevice")
 _WAIT_EVENT = re.compile(r"(cuda|hip|cu)StreamWaitEvent")
 
 # Work, and the work of another stream that it waits for.
@@ -365,7 +365,7 @@ def _host_waits(trace: Trace, recorded: _Recorded) -> Ints:
     """Per call, the work whose end it waits for."""
     waits_for = np.full(len(recorded.call_row), NOTHING)
     # A copy from or to memory that is not pinned has ended when its call returns.
-    is_copy = trace.of(Category.MEMCPY) & ~names_like(trace, _WITHIN_DEVICE)[trace.name]
+    is_copy = trace.of(Category.MEMCPY) & ~names_like(trace, WITHIN_DEVICE)[trace.name]
     copies = np.flatnonzero((recorded.launch != NOTHING) & is_copy[recorded.work_row])
     call = recorded.launch[copies]
     returned = recorded.call_end[call]

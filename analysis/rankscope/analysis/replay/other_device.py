@@ -4,7 +4,6 @@ those of the other GPU are. The host, communication and copies from and to the h
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -15,7 +14,7 @@ from rankscope.analysis.models.device_peaks import DTYPES, DeviceSpec, PeakError
 from rankscope.analysis.quantities import number
 from rankscope.analysis.replay.changes import Change
 from rankscope.analysis.replay.edits import Ranks, Traced
-from rankscope.analysis.replay.graph import Graph
+from rankscope.analysis.replay.graph import WITHIN_DEVICE, Graph
 from rankscope.analysis.replay.kernel_work import KernelWork, kernel_work
 from rankscope.analysis.replay.prediction import Forecast, Job, predict, replay_as_is
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
@@ -29,7 +28,6 @@ LATENCY_NS = 2_000
 SMALL_RATIO = 0.2
 # By how much the share of a peak that a kernel reaches may differ on another GPU. An assumption, not a measurement.
 EFFICIENCY_RATIO = 0.15
-_ON_DEVICE = re.compile(r"DtoD|Device -> Device")
 _GB = 10**9
 # The next format that a job would use on a device without the one that it uses.
 _INSTEAD = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32", "int8": "fp16"}
@@ -247,7 +245,7 @@ def _peak(device: DeviceSpec, number_format: str) -> tuple[str, float | None]:
 
 def _stays(trace: Trace, rows: Ints) -> Bools:
     kind = classify(trace)[rows]
-    on_device = names_like(trace, _ON_DEVICE, anywhere=True)[trace.name[rows]]
+    on_device = names_like(trace, WITHIN_DEVICE)[trace.name[rows]]
     stays: Bools = (kind == Kind.COMMUNICATION) | ((kind == Kind.MEMORY) & ~on_device)
     return stays
 

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of operators, from shapes as the profiler writes them, and as nobody should."""
+"""FLOPs and bytes of operators, from shapes that the profiler writes and from malformed ones."""
 
 from __future__ import annotations
 
