@@ -94,6 +94,7 @@ ACCEPTANCE: Lane = (
     Suite("alerts", ("tests/alerts",)),
     Suite("operator", ("tests/kube",), ("kube",)),
     Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py"), ("hta",)),
+    Suite("images", ("tests/images",), ("images",)),
     Suite("parsers", ("tests/unit", "tests/fuzz")),
     Suite("soak", ("tests/soak",)),
 )

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="another root takes CA
 
 DOCKER = ROOT / "deploy" / "docker"
 VERSION = version()
+# An image takes a minute to build. In `make test` those that run beside a job are built.
+OPERATOR_IN_ACCEPTANCE = pytest.param("operator", marks=pytest.mark.acceptance)
 STRANGER = "12345:54321"  # a pod's author may choose any user for the init container
 # What the chart gives a daemon, and what it mounts where.
 DAEMON = Entry(
@@ -152,6 +154,7 @@ def test_the_daemon_has_what_its_lock_names_and_no_more(daemon: Image) -> None:
     assert told(daemon, ["python3", "-c", IMPORT_ALL, *modules], DAEMON).endswith("compiled at every start: []\n")
 
 
+@pytest.mark.acceptance
 def test_the_operator_starts_as_nobody_on_a_read_only_root(operator: Image) -> None:
     assert operator.user == "65532:65532"
     assert operator.entrypoint == ("rankscope", "operator")
@@ -163,6 +166,7 @@ def test_the_operator_starts_as_nobody_on_a_read_only_root(operator: Image) -> N
     assert alone.stderr.startswith("error: "), alone.stderr  # a sentence, no traceback: all of it could be imported
 
 
+@pytest.mark.acceptance
 def test_the_operator_has_its_locked_packages_and_no_process_readers(operator: Image) -> None:
     assert packages(operator) == locked("operator") | {"rankscope"}
     assert not locked("operator") & {"torch", "py-spy", "nvidia-ml-py", "pyarrow", "rich"}
@@ -202,7 +206,7 @@ def test_the_probe_image_holds_only_the_probe_and_its_metadata(probe: Image) -> 
     assert foreign_imports(ours) <= {"torch"}
 
 
-@pytest.mark.parametrize("name", ["daemon", "operator", "probe"])
+@pytest.mark.parametrize("name", ["daemon", OPERATOR_IN_ACCEPTANCE, "probe"])
 def test_our_files_are_neither_writable_by_others_nor_setuid(builder: Builder, name: str) -> None:
     for path in (builder.image(name).root / "opt").rglob("*"):
         mode = path.lstat().st_mode
