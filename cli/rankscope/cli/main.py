@@ -34,6 +34,9 @@ _ANALYZED = {
     "alphabeta": "fit latency and bandwidth of collectives; find the slow ones",
     "flight-recorder": "say which rank a hung job waits for, from the dumps of torch's flight recorder",
 }
+_REPORTED = {
+    "captures": "where the time of many captures goes, and what to change first",
+}
 
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
@@ -52,6 +55,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
     Subcommand("context", "name the servers that commands connect to", "cli"),
     Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),
+    Subcommand("report", "report on many captures at once", "cli", _REPORTED),
     Subcommand("advise", "say from traces what to change, and what it would bring", "cli"),
     Subcommand("predict", "predict from traces what a change would bring", "cli"),
     Subcommand("batch", "predict step time and memory at other batch sizes", "cli"),
@@ -101,7 +105,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     for each in SUBCOMMANDS:
         place = places[each.name] = commands.add_parser(each.name, help=each.help, description=_sentence(each.help))
         if each.kinds:
-            kinds = place.add_subparsers(title="what to read", metavar="KIND", required=True)
+            kinds = place.add_subparsers(title="kinds", metavar="KIND", required=True)
             for kind, text in each.kinds.items():
                 description = text[0].upper() + text[1:]
                 places[f"{each.name} {kind}"] = kinds.add_parser(kind, help=text, description=description)

@@ -16,6 +16,7 @@ from rankscope.cli.trace_report.reduction import LayoutError, read_layout
 from rankscope.common.text import printable
 from rankscope.pprof import profile_pb2 as pb
 from tests.shared_data import H200, ROOT
+from tests.support.rank_traces import rank_trace, write_ranks
 from tests.unit.analysis.traces.test_source_lines import STEPS as STEPS_WITH_STACKS
 
 NCCL = H200 / "nccl_world1_3steps.json.gz"
@@ -41,39 +42,6 @@ def _json(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     return report
 
 
-def _rank_trace(rank: int, world: int, *, slow: float = 1.0, kernel: str = "nvjet_sm90_gemm") -> dict[str, Any]:
-    """Five steps of one rank of a data-parallel job whose ranks wait for rank 5 where that is slow."""
-    events: list[dict[str, Any]] = []
-    at, work, transfer = 1000.0, 2000.0, 200.0
-    for step in range(5):
-        own = work * (slow if rank == 5 else 1.0) * (1 + 0.004 * ((rank * 7 + step * 3) % 5))
-        longest = work * 1.016 * slow
-        note = {"Collective name": "allreduce", "Process Group Name": "0", "Group size": world, "Seq": step}
-        note |= {"In msg nelems": 1 << 20, "Out msg nelems": 1 << 20, "dtype": "Float", "stream": 20, "device": 0}
-        end = at + longest + transfer
-        steps = {"name": f"ProfilerStep#{step}", "cat": "user_annotation", "pid": 1, "tid": 1, "ts": at}
-        launch = {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "pid": 1, "tid": 1, "ts": at + 1, "dur": 5}
-        events += [
-            steps | {"dur": longest + transfer},
-            launch | {"args": {"correlation": 2 * step + 1}},
-            launch | {"ts": at + 8, "args": {"correlation": 2 * step + 2}},
-            {"name": kernel, "cat": "kernel", "pid": 0, "tid": 7, "ts": at + 10, "dur": own}
-            | {"args": {"stream": 7, "device": 0, "correlation": 2 * step + 1}},
-            {"name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "cat": "kernel", "pid": 0, "tid": 20}
-            | {"ts": at + 10 + own, "dur": end - at - 10 - own, "args": note | {"correlation": 2 * step + 2}},
-        ]
-        at = end
-    about = {"rank": rank, "world_size": world, "backend": "nccl"}
-    return {"distributedInfo": about, "traceEvents": [{"ph": "X"} | event for event in events]}
-
-
-def _job(folder: Path, ranks: int, **options: Any) -> Path:
-    for rank in range(ranks):
-        text = json.dumps(_rank_trace(rank, ranks, **options)).encode()
-        (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(text, 1))
-    return folder
-
-
 def test_one_rank_is_broken_down_and_not_joined(capfd: pytest.CaptureFixture[str]) -> None:
     report = _json(capfd, NCCL)
     assert report["join"] is None and report["broken"] == [] and report["bound"] == "compute"
@@ -95,7 +63,7 @@ def test_two_gloo_ranks_are_joined_and_found_communication_bound(capfd: pytest.C
 
 
 def test_three_broken_files_of_64_leave_the_other_61(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = _job(tmp_path, 64)
+    folder = write_ranks(tmp_path, 64)
     (folder / "rank-7.json.gz").write_bytes(b"")
     (folder / "rank-20.json.gz").write_bytes(b"Segmentation fault\n")
     (folder / "rank-63.json.gz").write_bytes(gzip.compress(b'{"schemaVersion": 1}'))
@@ -114,7 +82,7 @@ def test_three_broken_files_of_64_leave_the_other_61(tmp_path: Path, capfd: pyte
 
 
 def test_a_slow_rank_comes_first_and_is_in_the_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = _run(capfd, _job(tmp_path, 20, slow=1.5))
+    code, out, _ = _run(capfd, write_ranks(tmp_path, 20, slow=1.5))
     lines = out.splitlines()
     assert code == 0
     assert lines[0].startswith("Rank 5 is slow; costs ")
@@ -139,7 +107,7 @@ def test_ranks_that_cannot_be_compared_are_still_broken_down(
 
 def test_a_trace_of_unknown_rank_is_analysed_and_not_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name, rank in (("one.json", 0), ("two.json", None), ("three.json", 1)):
-        trace = _rank_trace(rank or 0, 2)
+        trace = rank_trace(rank or 0, 2)
         if rank is None:
             del trace["distributedInfo"]
         (tmp_path / name).write_text(json.dumps(trace))
@@ -190,7 +158,7 @@ def test_stages_are_outermost_in_a_layout() -> None:
 
 
 def test_stages_are_compared_when_the_layout_is_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = _job(tmp_path, 8, slow=1.5)
+    folder = write_ranks(tmp_path, 8, slow=1.5)
     assert _json(capfd, folder)["join"]["culprits"] == [5]
     assert _json(capfd, folder, "--parallelism", "pp=2,dp=4")["join"]["culprits"] == [5]
     # Alone in its stage it has no peer to be slower than.
@@ -254,7 +222,7 @@ def test_hostile_names_are_harmless_in_page_terminal_and_json(
 ) -> None:
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     folder.mkdir()
-    _job(folder, 2, kernel=HOSTILE)
+    write_ranks(folder, 2, kernel=HOSTILE)
     target = tmp_path / "report.html"
     code, out, _ = _run(capfd, folder, "--html", target)
     assert code == 0 and "\x1b[31m" not in out and "\x00" not in out and "alert(1)" in out
@@ -292,7 +260,7 @@ def test_the_documented_json_keys_are_exactly_the_produced_ones(
     produced: set[str] = set()
     (tmp_path / "broken.json").write_bytes(b"no")
     (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": STEPS_WITH_STACKS}))
-    for words in ([NCCL], GLOO, [_job(tmp_path, 6, slow=1.5)], [tmp_path / "stacks.json", "--lines"]):
+    for words in ([NCCL], GLOO, [write_ranks(tmp_path, 6, slow=1.5)], [tmp_path / "stacks.json", "--lines"]):
         produced |= set(_paths(_json(capfd, *words)))
     schema = DOCUMENTED.read_text(encoding="utf-8").split("## JSON", 1)[1].split("\n## ", 1)[0]
     documented = {line.split("`")[1] for line in schema.splitlines() if line.startswith("| `")}
@@ -308,7 +276,7 @@ def test_help_teaches_with_an_example(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_truncated_last_step_counts_in_totals_and_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    content = _rank_trace(0, 1)
+    content = rank_trace(0, 1)
     # The recording ended while the device was at the third step: its second kernel and all later ones are missing.
     last_kernel = [event for event in content["traceEvents"] if event["cat"] == "kernel"][4]
     content["traceEvents"] = [
@@ -333,7 +301,7 @@ def test_a_truncated_last_step_counts_in_totals_and_is_noted(tmp_path: Path, cap
 @pytest.mark.parametrize("kind", ["empty kernels", "missing steps", "empty steps", "missing kernels"])
 def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
     for rank in range(4):
-        content = _rank_trace(rank, 4)
+        content = rank_trace(rank, 4)
         kept = []
         for number, event in enumerate(content["traceEvents"]):
             is_kernel, is_step = event["cat"] == "kernel", event["name"].startswith("ProfilerStep")

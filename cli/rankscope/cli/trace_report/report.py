@@ -163,11 +163,11 @@ def _join_report(join: Join) -> JoinReport:
 # Sentences for table and page.
 
 
-def verdict_sentence(report: Report) -> str:
-    """The result of the join in one line; empty for one rank or without a finding."""
+def verdict_of(report: Report) -> Verdict | None:
+    """The result of the join; None for one rank."""
     if report.join is None:
-        return ""
-    verdict = Verdict(
+        return None
+    return Verdict(
         kind=report.join.verdict,
         reason=report.join.reason,
         confidence=report.join.confidence,
@@ -175,7 +175,12 @@ def verdict_sentence(report: Report) -> str:
         stage=report.join.stage,
         impact_ratio=report.join.impact_ratio,
     )
-    if not verdict.kind.is_finding:
+
+
+def verdict_sentence(report: Report) -> str:
+    """The result of the join in one line; empty for one rank or without a finding."""
+    verdict = verdict_of(report)
+    if verdict is None or not verdict.kind.is_finding:
         return ""
     text = headline(verdict)
     lost = loss(verdict)
