@@ -128,6 +128,15 @@ COMBINATIONS: dict[str, Values] = {
             "podLabels": {"example.com/tier": "node"},
             "nodeSelector": {"pool": "gpu"},
         },
+        "captureReport": {
+            "enabled": True,
+            "schedule": "30 2 * * *",
+            "shards": 16,
+            "capturesClaim": "captures",
+            "reportsClaim": "reports",
+            "nodeSelector": {"pool": "cpu"},
+            "tolerations": [{"key": "batch", "operator": "Exists"}],
+        },
         "alerts": {"enabled": True},
         "webhooks": {"clientAuthority": "api-server-client-ca"},
         "networkPolicy": {

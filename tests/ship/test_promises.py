@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rankscope.cli import daemon, operator
+from rankscope.cli import daemon, operator, report_captures
 from rankscope.operator.kube.crds import KINDS, definition
 from rankscope.operator.runs.daemon_streams import SELECTOR, read_daemon_pod
 from rankscope.operator.webhooks.configuration import MADE_BY, Address, configurations
@@ -23,15 +23,17 @@ from tests.ship.conftest import NEW, OLD, Rendered
 from tests.ship.helm import NAMESPACE, ROOT, Document
 
 # What a kubelet fills in.
-FILLED = {"$(NODE_NAME)": "node-a", "$(POD_NAME)": "operator-0", "$(HOST_IP)": "10.0.0.1"}
+FILLED = {"$(NODE_NAME)": "node-a", "$(POD_NAME)": "operator-0", "$(HOST_IP)": "10.0.0.1", "$(JOB_NAME)": "report-1"}
 
 
 def pod_specs(rendered: Rendered) -> Iterator[tuple[str, Document]]:
-    """By component: daemon, operator, test."""
+    """By component: daemon, operator, capture-report, test."""
     for document in rendered.documents:
         component = document["metadata"]["labels"]["app.kubernetes.io/component"]
         if document["kind"] in ("DaemonSet", "Deployment"):
             yield component, document["spec"]["template"]["spec"]
+        elif document["kind"] == "CronJob":
+            yield component, document["spec"]["jobTemplate"]["spec"]["template"]["spec"]
         elif document["kind"] == "Pod":
             yield component, document["spec"]
 
@@ -61,6 +63,13 @@ def test_the_programs_understand_every_flag_they_are_started_with(rendered: dict
         assert (parsed.namespace, parsed.identity) == (NAMESPACE, "operator-0")
         assert parsed.fleet_certificates or parsed.tls_certificate
         assert specs["operator"]["containers"][0]["command"] == ["rankscope", "operator"]
+    if "capture-report" in specs:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        report_captures.add_arguments(parser)
+        parsed = parser.parse_args(arguments(specs["capture-report"]))
+        assert (parsed.paths, parsed.shards, parsed.shard) == (["/captures"], 16, None)
+        assert str(parsed.parts) == "/reports/report-1/parts"
+        assert specs["capture-report"]["containers"][0]["command"] == ["rankscope", "report", "captures"]
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)

@@ -61,13 +61,14 @@ def test_conflicting_values_are_refused_with_the_next_step(helm: Helm) -> None:
             },
             "operator": {"enabled": False, "console": {"enabled": True, "port": 9468, "proxy": {"name": "login"}}},
             "alerts": {"enabled": True},
+            "captureReport": {"enabled": True, "capturesClaim": "captures"},
             "api": {"enabled": False},
         },
     )
     assert told.count("Next step:") >= 4, told
     for name in (
         *("daemon.dutyCycle.steps", "daemon.gpu.dcgmUrl", "daemon.profilePush.secretName", "alerts.enabled"),
-        *("operator.console.enabled", "operator.console.port", "operator.console.proxy"),
+        *("operator.console.enabled", "operator.console.port", "operator.console.proxy", "captureReport.reportsClaim"),
     ):
         assert name in told, told
 

@@ -19,7 +19,8 @@ READ_ONLY_PATHS = {"/sys/fs/cgroup", "/var/lib/kubelet/pod-resources"}
 
 
 def pods(found: Rendered) -> list[Document]:
-    return [each["spec"]["template"] for kind in ("DaemonSet", "Deployment") for each in found.all(kind)]
+    services = [each["spec"]["template"] for kind in ("DaemonSet", "Deployment") for each in found.all(kind)]
+    return services + [each["spec"]["jobTemplate"]["spec"]["template"] for each in found.all("CronJob")]
 
 
 def selected(labels: dict[str, str], documents: list[Document]) -> list[Document]:

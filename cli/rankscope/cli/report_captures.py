@@ -9,19 +9,21 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.text import Text
 
 from rankscope.analysis.quantities import count, quantity, shorten, shorten_all
 from rankscope.analysis.traces.capture_report import CaptureReport, CaptureRow, capture_report, capture_row
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import overwrite, to_stderr
 from rankscope.cli.output_file import open_output
-from rankscope.cli.terminal import Terminal
 from rankscope.cli.trace_report.files import BrokenFile, find_files
 from rankscope.cli.trace_report.reduction import reduce_files
 from rankscope.cli.trace_report.report import make_report, verdict_of
+
+if TYPE_CHECKING:
+    from rankscope.cli.terminal import Terminal
 
 _EPILOG = """\
 examples:
@@ -33,7 +35,7 @@ examples:
 
 A capture is a directory with the traces of its ranks, as `rankscope captures get` and uploads write them; the
 directory above it is its run. In an Indexed Job of Kubernetes, --shard is the pod's index by itself. The worker that
-ends last also prints the report.
+ends last also makes the report.
 """
 # Kubernetes sets it in the pods of an Indexed Job.
 _INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
@@ -56,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="*", metavar="DIR", help="directories with captures")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report to a file, as JSON")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the report to a file as JSON, and print nothing"
+    )
     parser.add_argument("--shards", type=int, metavar="N", help="number of workers that share the captures")
     parser.add_argument(
         "--shard", type=int, metavar="I", help=f"this worker, from 0 (default: ${_INDEX_VARIABLE}, of an Indexed Job)"
@@ -230,7 +234,7 @@ def _report(rows: Iterable[CaptureRow], arguments: argparse.Namespace) -> int:
                 f"{arguments.output}: cannot be written: {error.strerror}; next step: name another file"
             ) from error
         to_stderr(f"wrote {arguments.output}")
-    if arguments.json:
+    elif arguments.json:
         sys.stdout.buffer.write(encoded)
         sys.stdout.flush()
     else:
@@ -239,6 +243,11 @@ def _report(rows: Iterable[CaptureRow], arguments: argparse.Namespace) -> int:
 
 
 def print_report(report: CaptureReport) -> None:
+    # The operator's image, in which workers run, has no rich.
+    from rich.text import Text
+
+    from rankscope.cli.terminal import Terminal
+
     console = Terminal()
     devices = ", ".join(report.devices)
     console.print(

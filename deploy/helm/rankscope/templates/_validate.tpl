@@ -44,6 +44,10 @@
 {{- $wrong = append $wrong "daemon.kinetoSocketDir is for captures, and daemon.captures.enabled is false. Next step: set daemon.captures.enabled=true or leave the directory out" }}
 {{- end }}
 {{- end }}
+{{- $report := .Values.captureReport }}
+{{- if and $report.enabled (or (empty $report.capturesClaim) (empty $report.reportsClaim)) }}
+{{- $wrong = append $wrong "captureReport.enabled is true, and a claim is missing: workers read captures from one volume and write reports to another. Next step: set captureReport.capturesClaim and captureReport.reportsClaim" }}
+{{- end }}
 {{- $push := $daemon.profilePush }}
 {{- if and (or $push.tenant $push.secretName $push.authorityConfigMap) (not $push.url) }}
 {{- $wrong = append $wrong "daemon.profilePush has no url, so nothing is pushed. Next step: set daemon.profilePush.url or leave the other values out" }}
