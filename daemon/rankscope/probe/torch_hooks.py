@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict
 
 import rankscope.probe as api
 
+from .nvtx_ranges import annotate_ranges
 from .session import Session
 from .step_boundary import install_optimizer_hooks
 from .torch_timers import hide_from_dynamo, time_checkpoints
@@ -26,6 +27,7 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
         torch.cuda,
     )
     time_checkpoints(torch, tally)
+    annotate_ranges(torch)
     session.spans.install_backward(torch.autograd, session.look_at_device)
 
     def explicit_step() -> None:

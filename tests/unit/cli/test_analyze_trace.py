@@ -259,7 +259,8 @@ def test_the_documented_json_keys_are_exactly_the_produced_ones(
 ) -> None:
     produced: set[str] = set()
     (tmp_path / "broken.json").write_bytes(b"no")
-    (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": STEPS_WITH_STACKS}))
+    phase = {"ph": "X", "name": "phase", "cat": "user_annotation", "pid": 9, "tid": 1, "ts": 1001, "dur": 300}
+    (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": [*STEPS_WITH_STACKS, phase]}))
     for words in ([NCCL], GLOO, [write_ranks(tmp_path, 6, slow=1.5)], [tmp_path / "stacks.json", "--lines"]):
         produced |= set(_paths(_json(capfd, *words)))
     schema = DOCUMENTED.read_text(encoding="utf-8").split("## JSON", 1)[1].split("\n## ", 1)[0]

@@ -299,3 +299,10 @@ def _device_windows(trace: Trace, steps: Steps, launches: Ints) -> tuple[Ints, I
     begin = int(trace.start_ns[rows][position >= 0].min(initial=int(trace.start_ns[rows].max())))
     end = np.maximum.accumulate(np.maximum(end, begin))
     return np.concatenate(([begin], end[:-1]))[: len(steps)], end
+
+
+def whole_steps(trace: Trace, steps: Steps, launches: Ints) -> Ints:
+    """Positions of the steps that were recorded as a whole; of all if none was."""
+    ended = ended_in_trace(traced_launch_ratios(trace, steps, launches)) if len(steps) else []
+    whole = [position for position in range(first_whole(steps), len(steps)) if ended[position]]
+    return np.array(whole or range(len(steps)), dtype=np.int64)

@@ -15,7 +15,7 @@ import numpy as np
 from rankscope.analysis.profiles.frames import KERNEL, KINDS, NATIVE, PYTHON, Frame
 from rankscope.analysis.profiles.profile import Profile, profile_of_columns
 from rankscope.analysis.quantities import shorten, shorten_all
-from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
 from rankscope.analysis.traces.breakdown import device_rows
 from rankscope.analysis.traces.intervals import Spans, nest
 from rankscope.analysis.traces.kernels import names_like
@@ -76,6 +76,14 @@ def host_calls(trace: Trace) -> HostCalls:
     place = np.full(len(trace), ABSENT)
     place[spans.row] = np.arange(len(spans.row))
     return HostCalls(spans, _parents(trace, spans, place), place)
+
+
+def nearest(parent: Ints, wanted: Bools) -> Ints:
+    """Per node, itself or its nearest ancestor that is wanted; -1 if none is. Each pass doubles the reach."""
+    found = np.where(wanted, np.arange(len(parent)), parent)
+    while len(rest := np.flatnonzero((found >= 0) & ~wanted[found])):
+        found[rest] = found[found[rest]]
+    return found
 
 
 def _parents(trace: Trace, spans: Spans, place: Ints) -> Ints:

@@ -18,16 +18,15 @@ import numpy as np
 from rankscope.analysis.profiles.frames import Frame, is_library
 from rankscope.analysis.quantities import shorten
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups
-from rankscope.analysis.traces.breakdown import device_rows, ended_in_trace, traced_launch_ratios
+from rankscope.analysis.traces.breakdown import device_rows, whole_steps
 from rankscope.analysis.traces.device_memory import allocator_rows, freed_by, live_at, spans_of_events
-from rankscope.analysis.traces.kernel_stacks import HostCalls, host_calls, python_frame
+from rankscope.analysis.traces.kernel_stacks import HostCalls, host_calls, nearest, python_frame
 from rankscope.analysis.traces.kernels import names_like
 from rankscope.analysis.traces.steps import (
     BACKWARD,
     OPTIMIZER_STEP,
     Steps,
     find_steps,
-    first_whole,
     launch_rows,
     step_of_rows,
 )
@@ -56,7 +55,7 @@ def summarize_lines(trace: Trace) -> LinesSummary | None:
     places = _Places(trace, host_calls(trace))
     launches = launch_rows(trace)
     steps = find_steps(trace)
-    whole = _whole_steps(trace, steps, launches)
+    whole = whole_steps(trace, steps, launches)
     position = step_of_rows(trace, steps, launches)[rows]
     rows = rows[np.isin(position, whole)] if len(whole) else rows
     launch = launches[rows]
@@ -79,13 +78,6 @@ def summarize_lines(trace: Trace) -> LinesSummary | None:
     )
 
 
-def _whole_steps(trace: Trace, steps: Steps, launches: Ints) -> Ints:
-    """Positions of the steps that were recorded as a whole; of all if none was."""
-    ended = ended_in_trace(traced_launch_ratios(trace, steps, launches)) if len(steps) else []
-    whole = [position for position in range(first_whole(steps), len(steps)) if ended[position]]
-    return np.array(whole or range(len(steps)), dtype=np.int64)
-
-
 class _Where(NamedTuple):
     """Of work or of blocks: positions of host calls, -1 if there is none."""
 
@@ -103,11 +95,11 @@ class _Places:
         is_python = trace.category[spans.row] == Category.PYTHON
         self.is_module = is_python & names_like(trace, _MODULE)[name]
         is_line = is_python & _is_program(trace)[name]
-        self._line = _nearest(calls.parent, is_line)
-        self._module = _nearest(calls.parent, self.is_module)
+        self._line = nearest(calls.parent, is_line)
+        self._module = nearest(calls.parent, self.is_module)
         is_annotation = trace.category[spans.row] == Category.USER_ANNOTATION
-        in_optimizer = _nearest(calls.parent, is_annotation & names_like(trace, OPTIMIZER_STEP)[name]) >= 0
-        in_backward = _nearest(calls.parent, names_like(trace, BACKWARD)[name]) >= 0
+        in_optimizer = nearest(calls.parent, is_annotation & names_like(trace, OPTIMIZER_STEP)[name]) >= 0
+        in_backward = nearest(calls.parent, names_like(trace, BACKWARD)[name]) >= 0
         self._phase = np.where(in_backward, BACKWARD_PASS, np.where(in_optimizer, OPTIMIZER, FORWARD))
         # Of the thread that runs the program.
         threads = spans.thread_of_row[spans.row[is_line]]
@@ -124,14 +116,6 @@ class _Places:
             line[lost] = take_or_absent(self._line, meanwhile)
         phase = np.where(call >= 0, take_or_absent(self._phase, call), FORWARD)
         return _Where(line, take_or_absent(self._module, call), phase)
-
-
-def _nearest(parent: Ints, wanted: Bools) -> Ints:
-    """Per node, itself or its nearest ancestor that is wanted; -1 if none is. Each pass doubles the reach."""
-    found = np.where(wanted, np.arange(len(parent)), parent)
-    while len(rest := np.flatnonzero((found >= 0) & ~wanted[found])):
-        found[rest] = found[found[rest]]
-    return found
 
 
 def _is_program(trace: Trace) -> Bools:
@@ -291,7 +275,7 @@ def _modules(trace: Trace, places: _Places, table: _Table) -> tuple[ModuleSummar
         return ()
     position = np.full(len(places.is_module), ABSENT)
     position[calls] = np.arange(len(calls))
-    around = _nearest(places.calls.parent, places.is_module)
+    around = nearest(places.calls.parent, places.is_module)
     outer = take_or_absent(position, take_or_absent(around, places.calls.parent[calls]))
     names, number = np.unique(trace.name[places.calls.spans.row[calls]], return_inverse=True)
     number = number.reshape(-1)

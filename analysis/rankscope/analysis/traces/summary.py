@@ -14,6 +14,7 @@ from rankscope.analysis.traces.device_memory import summarize_memory
 from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
 from rankscope.analysis.traces.intervals import Intervals, uncovered, union
 from rankscope.analysis.traces.kernels import TOP, summarize_compute, top_kernels
+from rankscope.analysis.traces.ranges import summarize_ranges
 from rankscope.analysis.traces.summary_records import (
     BucketsSummary,
     BucketSummary,
@@ -73,6 +74,7 @@ def summarize(
         sharding=summarize_sharding(trace, collectives),
         bubble=measure_bubble(trace, collectives, stages=stages),
         memory=summarize_memory(trace),
+        ranges=summarize_ranges(trace),
         repairs=trace.repairs,
     )
 

@@ -191,6 +191,17 @@ class LinesSummary(Struct, frozen=True):
     modules: tuple[ModuleSummary, ...]
 
 
+class RangeSummary(Struct, frozen=True):
+    """Annotations of the program with one name: NVTX ranges, record_function. Of a step; of the whole trace if it has
+    no steps. Work in a range inside belongs to that range."""
+
+    name: str
+    count: float
+    host_us: float
+    device_us: float  # of kernels, copies and memory sets; with the backward pass of what it called
+    share_ratio: float  # of all device time; of the host's time in ranges if the trace has no device
+
+
 class RankSummary(Struct, frozen=True):
     rank: int | None  # None: neither in the trace nor in the file name
     file: str
@@ -222,6 +233,7 @@ class RankSummary(Struct, frozen=True):
     sharding: ShardingSummary | None
     bubble: BubbleSummary | None
     memory: MemorySummary
+    ranges: tuple[RangeSummary, ...]  # most time first
     repairs: tuple[str, ...]
     lines: LinesSummary | None = None  # if wanted, and the trace has stacks
 

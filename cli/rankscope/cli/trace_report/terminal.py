@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.quantities import NOT_MEASURED, count, display, quantity, shorten, shorten_all
+from rankscope.analysis.quantities import NOT_MEASURED, count, display, number, quantity, shorten, shorten_all
 from rankscope.analysis.traces.summary_records import LinesSummary, ModuleSummary, RankSummary
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
@@ -56,6 +56,7 @@ def print_report(report: Report, console: Terminal | None = None, *, most_lines:
         )
     )
     _print_kernels(report, console)
+    _print_ranges(report, console, most_lines)
     _print_lines(report, console, most_lines)
     _print_collectives(report, console)
     _print_findings(report, console)
@@ -131,6 +132,26 @@ def _print_kernels(report: Report, console: Terminal) -> None:
         )
     console.print()
     console.print(table)
+
+
+def _print_ranges(report: Report, console: Terminal, most: int) -> None:
+    rank = shown_rank(report)
+    if not rank.ranges:
+        return
+    title = f"ranges of rank {name_of(rank)}"
+    table = make_table(("share", "device", "host", "count", title), (title,))
+    for one in rank.ranges[:most]:
+        table.add_row(
+            _cell(one.share_ratio, "ratio"),
+            _amount(one.device_us, "us"),
+            _amount(one.host_us, "us"),
+            number(one.count),
+            Text(_short(one.name)),
+        )
+    console.print()
+    console.print(table)
+    if len(rank.ranges) > most:
+        console.print(Text(f"… and {len(rank.ranges) - most} more (--json has all)", style="dim"))
 
 
 def _print_lines(report: Report, console: Terminal, most: int) -> None:
@@ -223,9 +244,9 @@ def _print_findings(report: Report, console: Terminal) -> None:
         console.print(Text("Nothing found that would save 2 % of a step or more.", style="bold"))
         return
     console.print(Text("What to try, by what it would save at best", style="bold"))
-    for number, finding in enumerate(report.findings, 1):
+    for place, finding in enumerate(report.findings, 1):
         saving = f"{quantity(finding.saving_us, 'us')} a step, {finding.saving_ratio * 100:.0f} %"
-        console.print(Text(f"{number}. {finding.title}: {saving}"))
+        console.print(Text(f"{place}. {finding.title}: {saving}"))
         console.print(Padding(Text(_sentence(printable(finding.evidence)), style="dim"), (0, 0, 0, 3), expand=False))
         console.print(Padding(Text(printable(finding.suggestion)), (0, 0, 0, 3), expand=False))
 
