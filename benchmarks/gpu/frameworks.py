@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 ACCUMULATED = 4
 MICROBATCHES = 4
+LOCAL_STEPS = 10
 
 
 class Layer(nn.Module):
@@ -333,6 +335,23 @@ def lightning(setup: Any) -> None:
     trainer.fit(Module(), loader)
 
 
+def local_sgd(setup: Any) -> None:
+    """Ranks train by themselves, and take the mean of their weights after every so many steps."""
+    model = network(setup)
+    optimizer = optimizer_of(model)
+    weights = list(model.parameters())
+    for number, batch in enumerate(setup.batches(), 1):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        setup.fault.before_optimizer()
+        optimizer.step()
+        if number % LOCAL_STEPS == 0:
+            mean = parameters_to_vector(weights).detach()
+            dist.all_reduce(mean)
+            vector_to_parameters(mean / setup.world, weights)
+        setup.course.step_ended()
+
+
 FRAMEWORKS: dict[str, Callable[[Any], None]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -349,4 +368,5 @@ FRAMEWORKS: dict[str, Callable[[Any], None]] = {
     "cudagraph": cuda_graph,
     "compiled_ddp": compiled_ddp,
     "compiled_fsdp2": compiled_fsdp2,
+    "local_sgd": local_sgd,
 }
