@@ -78,7 +78,7 @@ class NcclFacts:
     channels: int | None = None  # for collectives
     algorithms: tuple[str, ...] = ()  # "RING/SIMPLE", where operations are logged
     rings: tuple[str, ...] = ()  # "0 1 2 3", distinct ones
-    warnings: tuple[str, ...] = ()  # the first, without times and addresses of processes
+    warnings: tuple[str, ...] = ()  # the first, without time and process
 
 
 @dataclass(frozen=True)

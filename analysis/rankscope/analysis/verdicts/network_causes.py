@@ -136,9 +136,11 @@ def _sockets(nodes: Mapping[str, NodeNetwork]) -> Iterator[_Finding]:
 def _is_used(port: NetworkPort, network: NodeNetwork, policy: Policy, by_traffic: bool = True) -> bool:
     nccl = network.nccl
     if nccl is not None and nccl.devices:
-        if nccl.network != SOCKETS or not network.is_own_namespace:
+        # In a namespace of its own, a rank has other interfaces. A bond is none of the ports, its members are.
+        is_named = any(each.device in nccl.devices for each in network.ports)
+        if is_named and not (nccl.network == SOCKETS and network.is_own_namespace):
             return port.device in nccl.devices
-        if port.link in RDMA_LINKS:
+        if (port.link in RDMA_LINKS) == (nccl.network == SOCKETS):
             return False
     if not by_traffic or port.moved_bytes is None:
         return True

@@ -9,15 +9,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from rankscope.analysis.verdicts.network import NetworkPort, NodeNetwork
+from rankscope.analysis.verdicts.network import NcclFacts, NetworkPort, NodeNetwork
 from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector, describe
 from rankscope.daemon.config import Config
 from rankscope.daemon.network.history import CounterHistory
+from rankscope.daemon.network.nccl_debug import NcclDebugFile
 from rankscope.daemon.network.ports import PortReading, TcpReading, read_ports, read_tcp
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 
@@ -46,6 +48,7 @@ class _Snapshot:
     ports: tuple[PortReading, ...] = ()
     tcp: TcpReading | None = None
     histories: Mapping[object, CounterHistory] = field(default_factory=dict)
+    nccl: Mapping[RankKey, NcclFacts] = field(default_factory=dict)
 
 
 class NetworkCollector(Collector[NodeNetwork]):
@@ -68,6 +71,8 @@ class NetworkCollector(Collector[NodeNetwork]):
         self._latest = _Snapshot()
         self._jobs: dict[str, float] = {}  # since when each is here
         self._namespaces: Mapping[int, str] = {}  # folders of a process in each that a job is in
+        self._first: Mapping[str, RankProcess] = {}  # the ranks that carry the network, by job
+        self._logs: dict[RankKey, NcclDebugFile] = {}
         self._samples: dict[str, tuple[float, NodeNetwork]] = {}  # by job, with the reading that they are of
         self.status = NetworkStatus()
 
@@ -96,13 +101,28 @@ class NetworkCollector(Collector[NodeNetwork]):
             found = read_tcp(process)
             if found is not None:
                 counters[inode] = {_SEGMENTS: found.segments, _RETRANSMITS: found.retransmits}
+        nccl = self._read_logs()
         now = self._monotonic()
         with self._lock:
             before = self._latest.histories
             histories = {key: before.get(key) or CounterHistory(self._interval_seconds) for key in counters}
             for key, values in counters.items():
                 histories[key].add(values, now)
-            self._latest = _Snapshot(now, ports, tcp, histories)
+            self._latest = _Snapshot(now, ports, tcp, histories, nccl)
+
+    def _read_logs(self) -> dict[RankKey, NcclFacts]:
+        first = {rank.key: rank for rank in self._first.values()}
+        self._logs = {
+            key: self._logs.get(key) or NcclDebugFile(self._folder(rank), (rank.pid, *rank.namespace_pids)[-1])
+            for key, rank in first.items()
+        }
+        found: dict[RankKey, NcclFacts] = {}
+        for key, rank in first.items():
+            with suppress(OSError):  # it ended, or blocks those who read it
+                facts = procfs.BLOCKING.call(self._folder(rank), self._logs[key].read)
+                if facts is not None:
+                    found[key] = facts
+        return found
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -121,6 +141,7 @@ class NetworkCollector(Collector[NodeNetwork]):
         self._jobs = {job: self._jobs.get(job, now) for job in list(first)[:MAX_JOBS]}
         inodes = {job: procfs.namespace_inode(self._folder(first[job]), "net") for job in self._jobs}
         named = {inode: self._folder(first[job]) for job, inode in inodes.items() if inode}
+        self._first = {job: first[job] for job in self._jobs}
         self._namespaces = dict(list(named.items())[:MAX_NAMESPACES])
         is_fresh = now - latest.taken_monotonic <= FRESH_INTERVALS * self._interval_seconds
         self.status = NetworkStatus(latest.ports, latest.tcp) if is_fresh else NetworkStatus()
@@ -130,16 +151,20 @@ class NetworkCollector(Collector[NodeNetwork]):
         own = procfs.namespace_inode(f"{self._proc_root}/1", "net")
         samples: dict[RankKey, NodeNetwork | Problem] = {}
         with self._lock:
-            self._samples = {job: self._sample(job, inodes[job], own, latest) for job in self._jobs}
+            self._samples = {
+                job: self._sample(job, inodes[job], own, latest, latest.nccl.get(first[job].key)) for job in self._jobs
+            }
         for job, (_, network) in self._samples.items():
-            if network.ports or network.tcp_segments is not None:
+            if network.ports or network.tcp_segments is not None or network.nccl is not None:
                 samples[first[job].key] = network
         return samples
 
     def _folder(self, rank: RankProcess) -> str:
         return f"{self._proc_root}/{rank.pid}"
 
-    def _sample(self, job: str, inode: int, own: int, latest: _Snapshot) -> tuple[float, NodeNetwork]:
+    def _sample(
+        self, job: str, inode: int, own: int, latest: _Snapshot, nccl: NcclFacts | None
+    ) -> tuple[float, NodeNetwork]:
         """Made once for each reading: several windows close in between."""
         known = self._samples.get(job)
         if known is not None and known[0] == latest.taken_monotonic:
@@ -147,7 +172,7 @@ class NetworkCollector(Collector[NodeNetwork]):
         since = self._jobs[job]
         ports = tuple(_port(port, latest.histories[port.key], since) for port in latest.ports)
         seconds = max((latest.histories[port.key].seconds for port in latest.ports), default=0.0)
-        network = NodeNetwork(ports, seconds, is_own_namespace=bool(inode and own and inode != own))
+        network = NodeNetwork(ports, seconds, is_own_namespace=bool(inode and own and inode != own), nccl=nccl)
         tcp = latest.histories.get(inode)
         if tcp is not None and _SEGMENTS in (grown := tcp.recent()):
             network = replace(

@@ -76,8 +76,15 @@ def test_a_port_that_nccl_does_not_use_is_no_cause() -> None:
 
 def test_names_in_a_pods_namespace_are_not_the_nodes() -> None:
     errors = replace(ETHERNET, device="ens5", events={"receive": 90}, usual_events={"receive": 0.0})
-    assert evidence_of(node(errors, nccl=OVER_SOCKETS, is_own_namespace=True)) != ""
-    assert evidence_of(node(errors, nccl=OVER_SOCKETS)) == ""
+    assert evidence_of(node(errors, ETHERNET, nccl=OVER_SOCKETS, is_own_namespace=True)) != ""
+    assert evidence_of(node(errors, ETHERNET, nccl=OVER_SOCKETS)) == ""
+
+
+def test_members_of_a_bond_that_nccl_names_are_used() -> None:
+    errors = replace(ETHERNET, device="ens5", events={"receive": 90}, usual_events={"receive": 0.0})
+    bond = replace(OVER_SOCKETS, devices=("bond0",), no_infiniband="")
+    assert evidence_of(node(errors, nccl=bond)) != ""
+    assert "symbol" not in evidence_of(node(ETHERNET, SYMBOLS, nccl=bond))
 
 
 def test_a_link_slower_than_its_peers_is_named() -> None:
