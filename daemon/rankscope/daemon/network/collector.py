@@ -43,12 +43,22 @@ class NetworkStatus:
 
 
 @dataclass(frozen=True)
+class _OfRank:
+    """What a rank itself shows."""
+
+    namespace: int  # 0 where it is not known
+    tcp: TcpReading | None  # of that namespace
+    nccl: NcclFacts | None
+
+
+@dataclass(frozen=True)
 class _Snapshot:
     taken_monotonic: float = float("-inf")
     ports: tuple[PortReading, ...] = ()
     tcp: TcpReading | None = None
     histories: Mapping[object, CounterHistory] = field(default_factory=dict)
-    nccl: Mapping[RankKey, NcclFacts] = field(default_factory=dict)
+    of_ranks: Mapping[RankKey, _OfRank] = field(default_factory=dict)
+    namespace: int = 0  # of the node
 
 
 class NetworkCollector(Collector[NodeNetwork]):
@@ -70,8 +80,7 @@ class NetworkCollector(Collector[NodeNetwork]):
         self._lock = threading.Lock()  # histories are read by one thread and written by the other
         self._latest = _Snapshot()
         self._jobs: dict[str, float] = {}  # since when each is here
-        self._namespaces: Mapping[int, str] = {}  # folders of a process in each that a job is in
-        self._first: Mapping[str, RankProcess] = {}  # the ranks that carry the network, by job
+        self._first: Mapping[RankKey, RankProcess] = {}  # of each job, the rank that carries the network
         self._logs: dict[RankKey, NcclDebugFile] = {}
         self._samples: dict[str, tuple[float, NodeNetwork]] = {}  # by job, with the reading that they are of
         self.status = NetworkStatus()
@@ -93,35 +102,38 @@ class NetworkCollector(Collector[NodeNetwork]):
 
     def read(self) -> None:
         """One reading of all counters; the collector's thread calls it."""
-        namespaces = self._namespaces
         ports = read_ports(self._sys_root)
-        tcp = read_tcp(f"{self._proc_root}/1") or read_tcp(f"{self._proc_root}/self")
+        node = f"{self._proc_root}/1"
+        tcp = read_tcp(node) or read_tcp(f"{self._proc_root}/self")
         counters: dict[object, Mapping[str, int]] = {port.key: _counters(port) for port in ports}
-        for inode, process in namespaces.items():
-            found = read_tcp(process)
-            if found is not None:
-                counters[inode] = {_SEGMENTS: found.segments, _RETRANSMITS: found.retransmits}
-        nccl = self._read_logs()
-        now = self._monotonic()
+        of_ranks = self._read_ranks()
+        for found in list({one.namespace: one.tcp for one in of_ranks.values()}.items())[:MAX_NAMESPACES]:
+            if found[1] is not None:
+                counters[found[0]] = {_SEGMENTS: found[1].segments, _RETRANSMITS: found[1].retransmits}
+        namespace, now = procfs.namespace_inode(node, "net"), self._monotonic()
         with self._lock:
             before = self._latest.histories
             histories = {key: before.get(key) or CounterHistory(self._interval_seconds) for key in counters}
             for key, values in counters.items():
                 histories[key].add(values, now)
-            self._latest = _Snapshot(now, ports, tcp, histories, nccl)
+            self._latest = _Snapshot(now, ports, tcp, histories, of_ranks, namespace)
 
-    def _read_logs(self) -> dict[RankKey, NcclFacts]:
-        first = {rank.key: rank for rank in self._first.values()}
+    def _read_ranks(self) -> dict[RankKey, _OfRank]:
+        first = self._first
         self._logs = {
             key: self._logs.get(key) or NcclDebugFile(self._folder(rank), (rank.pid, *rank.namespace_pids)[-1])
             for key, rank in first.items()
         }
-        found: dict[RankKey, NcclFacts] = {}
-        for key, rank in first.items():
-            with suppress(OSError):  # it ended, or blocks those who read it
-                facts = procfs.BLOCKING.call(self._folder(rank), self._logs[key].read)
-                if facts is not None:
-                    found[key] = facts
+        found: dict[RankKey, _OfRank] = {}
+
+        def read(rank: RankProcess) -> None:
+            folder, nccl = self._folder(rank), None
+            namespace = procfs.namespace_inode(folder, "net")
+            with suppress(OSError):  # it ended, or its file cannot be read
+                nccl = self._logs[rank.key].read()
+            found[rank.key] = _OfRank(namespace, read_tcp(folder) if namespace else None, nccl)
+
+        procfs.BLOCKING.each(first.values(), self._folder, read)
         return found
 
     def _run(self) -> None:
@@ -139,21 +151,15 @@ class NetworkCollector(Collector[NodeNetwork]):
                 first[rank.job] = rank
         now, latest = self._monotonic(), self._latest
         self._jobs = {job: self._jobs.get(job, now) for job in list(first)[:MAX_JOBS]}
-        inodes = {job: procfs.namespace_inode(self._folder(first[job]), "net") for job in self._jobs}
-        named = {inode: self._folder(first[job]) for job, inode in inodes.items() if inode}
-        self._first = {job: first[job] for job in self._jobs}
-        self._namespaces = dict(list(named.items())[:MAX_NAMESPACES])
+        self._first = {first[job].key: first[job] for job in self._jobs}
         is_fresh = now - latest.taken_monotonic <= FRESH_INTERVALS * self._interval_seconds
         self.status = NetworkStatus(latest.ports, latest.tcp) if is_fresh else NetworkStatus()
         if not is_fresh:
             self._samples = {}
             return {}
-        own = procfs.namespace_inode(f"{self._proc_root}/1", "net")
         samples: dict[RankKey, NodeNetwork | Problem] = {}
         with self._lock:
-            self._samples = {
-                job: self._sample(job, inodes[job], own, latest, latest.nccl.get(first[job].key)) for job in self._jobs
-            }
+            self._samples = {job: self._sample(job, first[job].key, latest) for job in self._jobs}
         for job, (_, network) in self._samples.items():
             if network.ports or network.tcp_segments is not None or network.nccl is not None:
                 samples[first[job].key] = network
@@ -162,9 +168,7 @@ class NetworkCollector(Collector[NodeNetwork]):
     def _folder(self, rank: RankProcess) -> str:
         return f"{self._proc_root}/{rank.pid}"
 
-    def _sample(
-        self, job: str, inode: int, own: int, latest: _Snapshot, nccl: NcclFacts | None
-    ) -> tuple[float, NodeNetwork]:
+    def _sample(self, job: str, key: RankKey, latest: _Snapshot) -> tuple[float, NodeNetwork]:
         """Made once for each reading: several windows close in between."""
         known = self._samples.get(job)
         if known is not None and known[0] == latest.taken_monotonic:
@@ -172,8 +176,10 @@ class NetworkCollector(Collector[NodeNetwork]):
         since = self._jobs[job]
         ports = tuple(_port(port, latest.histories[port.key], since) for port in latest.ports)
         seconds = max((latest.histories[port.key].seconds for port in latest.ports), default=0.0)
-        network = NodeNetwork(ports, seconds, is_own_namespace=bool(inode and own and inode != own), nccl=nccl)
-        tcp = latest.histories.get(inode)
+        rank = latest.of_ranks.get(key) or _OfRank(0, None, None)
+        is_own = bool(rank.namespace and latest.namespace) and rank.namespace != latest.namespace
+        network = NodeNetwork(ports, seconds, is_own_namespace=is_own, nccl=rank.nccl)
+        tcp = latest.histories.get(rank.namespace)
         if tcp is not None and _SEGMENTS in (grown := tcp.recent()):
             network = replace(
                 network,
