@@ -749,7 +749,7 @@ class NodeNetwork(_message.Message):
     tcp_usual_retransmit_ratio: _builtins.float
     """in the median minute before, since the job began"""
     is_own_namespace: _builtins.bool
-    """the rank has its own: names of its interfaces are not those of the ports"""
+    """of the rank, or not known: names of its interfaces may not be those of the ports"""
     @_builtins.property
     def ports(self) -> _containers.RepeatedCompositeFieldContainer[Global___NetworkPort]:
         """bounded in number"""

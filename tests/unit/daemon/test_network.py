@@ -182,6 +182,13 @@ def test_retransmits_are_those_of_the_ranks_own_namespace(watched: Watched) -> N
     assert watched.collector.status.tcp == TcpReading(10_000, 10)
 
 
+def test_an_unknown_namespace_may_be_the_ranks_own(watched: Watched) -> None:
+    add_infiniband(watched.sys_root)
+    assert not watched.pass_time(20, rank(0))[0].is_own_namespace
+    (watched.proc_root / "4000/ns/net").unlink()
+    assert watched.pass_time(10, rank(0))[0].is_own_namespace
+
+
 def test_a_reading_that_is_old_is_not_shown(watched: Watched) -> None:
     add_infiniband(watched.sys_root)
     watched.pass_time(20, rank(0))

@@ -89,5 +89,5 @@ class NodeNetwork:
     tcp_segments: int | None = None
     tcp_retransmits: int | None = None
     tcp_usual_retransmit_ratio: float | None = None
-    is_own_namespace: bool = False  # names of its interfaces are not those of the node
+    is_own_namespace: bool = False  # or not known: names of its interfaces may not be those of the ports
     nccl: NcclFacts | None = None

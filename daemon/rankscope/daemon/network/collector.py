@@ -25,6 +25,7 @@ from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 
 log = logging.getLogger(__name__)
 
+OWN_SYS: Final = Path("/sys")
 MAX_NAMESPACES: Final = 64
 MAX_JOBS: Final = 1024
 FRESH_INTERVALS: Final = 3
@@ -58,7 +59,7 @@ class _Snapshot:
     tcp: TcpReading | None = None
     histories: Mapping[object, CounterHistory] = field(default_factory=dict)
     of_ranks: Mapping[RankKey, _OfRank] = field(default_factory=dict)
-    namespace: int = 0  # of the node
+    namespace: int = 0  # that the ports are of
 
 
 class NetworkCollector(Collector[NodeNetwork]):
@@ -110,7 +111,9 @@ class NetworkCollector(Collector[NodeNetwork]):
         for found in list({one.namespace: one.tcp for one in of_ranks.values()}.items())[:MAX_NAMESPACES]:
             if found[1] is not None:
                 counters[found[0]] = {_SEGMENTS: found[1].segments, _RETRANSMITS: found[1].retransmits}
-        namespace, now = procfs.namespace_inode(node, "net"), self._monotonic()
+        # The ports are those of the namespace that /sys was mounted in.
+        shown = f"{self._proc_root}/self" if self._sys_root == OWN_SYS else node
+        namespace, now = procfs.namespace_inode(shown, "net"), self._monotonic()
         with self._lock:
             before = self._latest.histories
             histories = {key: before.get(key) or CounterHistory(self._interval_seconds) for key in counters}
@@ -177,7 +180,7 @@ class NetworkCollector(Collector[NodeNetwork]):
         ports = tuple(_port(port, latest.histories[port.key], since) for port in latest.ports)
         seconds = max((latest.histories[port.key].seconds for port in latest.ports), default=0.0)
         rank = latest.of_ranks.get(key) or _OfRank(0, None, None)
-        is_own = bool(rank.namespace and latest.namespace) and rank.namespace != latest.namespace
+        is_own = not rank.namespace or rank.namespace != latest.namespace
         network = NodeNetwork(ports, seconds, is_own_namespace=is_own, nccl=rank.nccl)
         tcp = latest.histories.get(rank.namespace)
         if tcp is not None and _SEGMENTS in (grown := tcp.recent()):
