@@ -14,6 +14,8 @@ from rankscope.daemon.export.metrics import DaemonStatus, Exporter, Snapshot
 from rankscope.daemon.export.rank_metrics import GROUP_KINDS, RankReport, RankTotals, add_window
 from rankscope.daemon.gpu.collector import GpuStatus
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
+from rankscope.daemon.network.collector import NetworkStatus
+from rankscope.daemon.network.ports import EVENTS, PortReading, TcpReading
 from rankscope.daemon.profiles.push import PushStatus
 from rankscope.daemon.profiles.store import StoreStatus
 from rankscope.daemon.samples import (
@@ -79,6 +81,12 @@ def gpu_status(*gpus: GpuReading, fresh: bool = True, shared: frozenset[str] = f
     return GpuStatus((source,), gpus, fresh, shared)
 
 
+def full_port() -> PortReading:
+    """One that counts everything, more than any real one."""
+    events = {kind: number for number, kind in enumerate(EVENTS)}
+    return PortReading("mlx5_0", 1, "infiniband", True, 400e9, 5_000_000, 6_000_000, events)
+
+
 STATUS = DaemonStatus(
     version="0.1.0",
     node="node-a",
@@ -107,6 +115,7 @@ STATUS = DaemonStatus(
     profiles=StoreStatus(samples_stored=36_000, samples_lost=20, size_bytes=5_000_000),
     profile_push=PushStatus(40, {"connection": 2}, {"expired": 1}, 65_536),
     gpu=gpu_status(full_gpu()),
+    network=NetworkStatus((full_port(),), TcpReading(90_000, 30)),
 )
 
 

@@ -11,23 +11,44 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from benchmarks.fleets import response
+from rankscope.analysis.verdicts.network import MAX_PORTS, NetworkPort, NodeNetwork
+from rankscope.analysis.verdicts.network_causes import network_evidence
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.analysis.verdicts.window_columns import FIGURES, columns
 from rankscope.operator.correlation.correlator import Correlator, LostSeconds
 from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow
 from rankscope.operator.correlation.job_service import job_status, verdict_of
+from rankscope.operator.correlation.node_networks import network_of
 from rankscope.operator.kube.resources import TrainingRunStatus
 from rankscope.operator.metrics import Exporter
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.pods import Pod
 from rankscope.operator.runs.rank_binding import Binding
 from rankscope.operator.runs.status import run_status
+from rankscope.v1 import window_pb2
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from tests.fuzz.checking import check_metrics, check_number
 from tests.fuzz.message_mutating import FLOATS, MessageMutator
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import recorded
 
-SEEDS = recorded("windows")
+
+def _with_network(data: bytes) -> bytes:
+    message = WatchRanksResponse.FromString(data)
+    ports = [
+        window_pb2.NetworkPort(device="mlx5_0", port=1, link="infiniband", is_up=True, rate_bits_per_second=2e11),
+        window_pb2.NetworkPort(device="eth0", link="ethernet", transmitted_bytes=10**9, received_bytes=10**9),
+    ]
+    for port in ports:
+        port.events.update({"symbol": 400, "link_down": 1})
+        port.usual_events.update({"symbol": 2.0})
+    nccl = window_pb2.NcclLog(network="Socket", devices=["eth0"], no_infiniband="NCCL_IB_DISABLE=1", nodes=2, ranks=2)
+    network = window_pb2.NodeNetwork(ports=ports, seconds=60, tcp_segments=9000, tcp_retransmits=900, nccl=nccl)
+    message.windows[0].network.CopyFrom(network)
+    return message.SerializeToString()
+
+
+SEEDS = [*recorded("windows"), *map(_with_network, recorded("windows"))]
 NODE, OTHER_NODE = "node-a", "node-b"
 UIDS = ("0a1b2c3d-1111-2222-3333-444455556666", "0a1b2c3d-1111-2222-3333-444455557777")
 _WORDS = (*UIDS, NODE, OTHER_NODE, "train", "forward", "backward", "input", "communication", "other", "steps", "stacks")
@@ -66,9 +87,18 @@ def _check_window(held: HeldWindow) -> None:
     """It is the node's own, and its figures are such as rules can take, whatever was sent."""
     for identity in (held.identity, held.message().identity):
         assert identity.job.startswith("team/") and identity.node == NODE and identity.pod == UIDS[0]
+    if (told := held.network()) is not None:
+        _check_network(network_of(told))
     figures = columns([held.figures])
     assert figures.shape == (len(FIGURES), 1)
     assert (np.isnan(figures) | ((figures >= 0) & (figures <= 2.0**53))).all()
+
+
+def _check_network(network: NodeNetwork) -> None:
+    healthy = NodeNetwork((NetworkPort("mlx5_0", 1, "infiniband", True, 4e11),), 60.0, 50_000, 10)
+    assert len(network.ports) <= MAX_PORTS
+    found = network_evidence({"node-a": network, "node-b": healthy, "node-c": healthy}, DEFAULT_POLICY)
+    assert found.isprintable() and len(found) < 1000
 
 
 def _check_states(correlator: Correlator, lost: LostSeconds, inventory: Inventory, now: float, data: bytes) -> None:

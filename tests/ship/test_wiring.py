@@ -15,7 +15,7 @@ Document = dict[str, Any]
 # An account with these permissions may become somebody else, or look into what is not ours.
 NOT_OURS = {"pods/exec", "pods/log", "pods/attach", "pods/ephemeralcontainers", "serviceaccounts/token", "nodes/proxy"}
 # Of the node, in the daemon's pod; /proc is there by hostPID.
-READ_ONLY_PATHS = {"/sys/fs/cgroup", "/var/lib/kubelet/pod-resources"}
+READ_ONLY_PATHS = {"/sys/fs/cgroup", "/sys/class", "/sys/devices", "/var/lib/kubelet/pod-resources"}
 
 
 def pods(found: Rendered) -> list[Document]:

@@ -32,6 +32,7 @@ _ANALYZED = {
     "trace": "break torch-profiler traces down, and compare ranks",
     "timeline": "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?",
     "alphabeta": "fit latency and bandwidth of collectives; find the slow ones",
+    "nccl-log": "say which network and transports NCCL uses, from its debug files (NCCL_DEBUG=INFO)",
     "flight-recorder": "say which rank a hung job waits for, from the dumps of torch's flight recorder",
 }
 _REPORTED = {

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rankscope.analysis.verdicts.verdict import (
     DEVICE,
+    NETWORK,
     Kind,
     Severity,
     Verdict,
@@ -58,6 +59,8 @@ _ADVICE = {
 
 def advice(verdict: Verdict) -> str:
     """What to try next; empty if nothing is wrong."""
+    if verdict.kind is Kind.SLOW_COMMUNICATION and verdict.cause.phase == NETWORK:
+        return "look at the port that is named, its cable and its switch; drain the node if it persists"
     if verdict.kind is not Kind.SLOW_RANK:
         return _ADVICE.get(verdict.kind, "")
     who, cause = ranks(verdict.culprits), verdict.cause

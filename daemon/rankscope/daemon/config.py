@@ -113,9 +113,12 @@ class Config:
     kubelet_socket: str = _setting(
         "/var/lib/kubelet/pod-resources/kubelet.sock", "kubelet's pod-resources socket; or none"
     )
+    network: bool = _setting(True, "read the counters of the node's network ports")
+    network_interval_seconds: float = _setting(10.0, "how often they are read", 1, 60)
     metrics_detail: str = _setting("standard", "which series /metrics has", choices=METRICS_DETAILS)
     py_spy: str = _setting("", "path of the py-spy program (default: beside this interpreter, then PATH)")
     proc_root: str = _setting("/proc", "where the host's /proc is mounted")
+    sys_root: str = _setting("/sys", "where the host's /sys is mounted")
     cgroup_root: str = _setting("/sys/fs/cgroup", "where the host's cgroups are mounted")
     log_level: str = _setting("info", "least severe log line to print", choices=LOG_LEVELS)
 

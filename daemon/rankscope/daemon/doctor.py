@@ -182,6 +182,7 @@ CHECKS: tuple[Check, ...] = (
     checks.torch_has_kineto,
     checks.gpus_are_readable,
     checks.dcgm_answers,
+    checks.network_is_visible,
     checks.addresses_are_free,
     checks.certificates_are_good,
     checks.profiles_can_be_kept,

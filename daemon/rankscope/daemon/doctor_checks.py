@@ -25,6 +25,7 @@ from rankscope.daemon.config import NONE, Config, parse_address
 from rankscope.daemon.gpu.dcgm import DcgmError, fetch, parse_readings
 from rankscope.daemon.gpu.nvml import NvmlSource
 from rankscope.daemon.gpu.readings import GpuSnapshot, GpuSource, GpuState, SourceState
+from rankscope.daemon.network.ports import read_ports
 
 CAP_SYS_PTRACE = 19
 PYTHON_NEEDED = (3, 10)
@@ -273,6 +274,22 @@ def _driver_finding(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
     text = f"NVML: {state}: {one_line(snapshot.reason, 300)}"
     step = "see that nvidia-smi works where the daemon runs; a container needs the NVIDIA runtime"
     return Finding("gpu", Level.WARNING, text, step)
+
+
+def network_is_visible(config: Config) -> Iterator[Finding]:
+    if not config.network:
+        yield Finding("network", Level.OK, "network counters are turned off (network = false)")
+        return
+    ports = read_ports(Path(config.sys_root))
+    if not ports:
+        text = f"no network port of the machine in {config.sys_root}: no network counters"
+        yield Finding("network", Level.WARNING, text, "in a container, mount the host's /sys and pass --sys-root")
+        return
+    links = ", ".join(
+        f"{sum(port.link == link for port in ports)} {link}" for link in dict.fromkeys(p.link for p in ports)
+    )
+    down = [f"{port.device} is down" for port in ports if port.is_up is False]
+    yield Finding("network", Level.OK, "; ".join([f"ports: {links}", *down[:3]]))
 
 
 def addresses_are_free(config: Config) -> Iterator[Finding]:

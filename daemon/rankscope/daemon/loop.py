@@ -318,6 +318,7 @@ class Daemon:
             profiles=None if self.profiles is None else self.profiles.status(),
             profile_push=None if self._profile_push is None else self._profile_push.status(),
             gpu=None if self._collectors.gpu is None else self._collectors.gpu.status,
+            network=None if self._collectors.network is None else self._collectors.network.status,
             metrics_detail=self.config.metrics_detail,
         )
 

@@ -335,6 +335,20 @@ class RingSearch(DescriptorSearch):
         super().__init__(process, RING_LINKS.__contains__, READ_WRITE, longest_pause)
 
 
+def open_own_file(link: str, process: str) -> int | None:
+    """A descriptor to read a file that a process writes, by its link in /proc: no path is resolved. None for what is no
+    regular file, or which neither the user of the process nor everybody may read."""
+    handle = os.open(link, os.O_PATH | os.O_CLOEXEC)  # opens nothing: the opening of a device or a FIFO has effects
+    try:
+        status = os.fstat(handle)
+        is_own = status.st_uid == real_uid(process) or status.st_mode & stat.S_IROTH
+        if not stat.S_ISREG(status.st_mode) or not is_own:
+            return None
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    finally:
+        os.close(handle)
+
+
 def memfd_handle(link: str) -> int:
     """A descriptor (O_PATH) of a memfd, by its link in /proc of another process. The name proves nothing, and the file
     may be exchanged before it is opened: for a device, whose opening has effects, or for a file on a FUSE mount, whose

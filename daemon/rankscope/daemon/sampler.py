@@ -17,6 +17,7 @@ from rankscope.daemon.collector import Collector, CollectorStatus, Supervised, f
 from rankscope.daemon.config import Config
 from rankscope.daemon.discovery.ranks import Conflict, Discovered, RankDiscovery
 from rankscope.daemon.gpu.collector import GpuCollector
+from rankscope.daemon.network.collector import NetworkCollector
 from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import PodRun, Problem, RankKey, RankProcess, Span
 from rankscope.daemon.stacks.collector import StacksCollector
@@ -30,7 +31,10 @@ POLL_SECONDS = 0.2
 CLOCK_TOLERANCE_RATIO = 0.1
 
 # To add a collector, add its class here and a field with its name to RankSamples.
-COLLECTORS: Final[tuple[type[Collector[Any]], ...]] = (StepsCollector, ProcessCollector, StacksCollector, GpuCollector)
+COLLECTORS: Final[tuple[type[Collector[Any]], ...]] = (
+    *(StepsCollector, ProcessCollector, StacksCollector, GpuCollector),
+    NetworkCollector,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Collectors:
     def gpu(self) -> GpuCollector | None:
         gpu: GpuCollector | None = self._named("gpu")
         return gpu
+
+    @property
+    def network(self) -> NetworkCollector | None:
+        network: NetworkCollector | None = self._named("network")
+        return network
 
     def _named(self, name: str) -> Any:
         return next((collector for collector in self.registered if collector.name == name), None)

@@ -34,6 +34,7 @@ class _SourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Source.ValueTy
     SOURCE_PROCESS: _Source.ValueType  # 3
     SOURCE_GPU: _Source.ValueType  # 4
     SOURCE_CAPTURE: _Source.ValueType  # 5
+    SOURCE_NETWORK: _Source.ValueType  # 6
 
 class Source(_Source, metaclass=_SourceEnumTypeWrapper): ...
 
@@ -43,6 +44,7 @@ SOURCE_STACKS: Source.ValueType  # 2
 SOURCE_PROCESS: Source.ValueType  # 3
 SOURCE_GPU: Source.ValueType  # 4
 SOURCE_CAPTURE: Source.ValueType  # 5
+SOURCE_NETWORK: Source.ValueType  # 6
 Global___Source: _TypeAlias = Source  # noqa: Y015
 
 @_typing.final
@@ -547,6 +549,268 @@ class GpuUsage(_message.Message):
 Global___GpuUsage: _TypeAlias = GpuUsage  # noqa: Y015
 
 @_typing.final
+class NetworkPort(_message.Message):
+    """A network port of the node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EventsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class UsualEventsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    IS_UP_FIELD_NUMBER: _builtins.int
+    RATE_BITS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TRANSMITTED_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    USUAL_EVENTS_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """"mlx5_0", "eth0" """
+    port: _builtins.int
+    """0 for an interface"""
+    link: _builtins.str
+    """"infiniband", "roce", "ethernet", "ipoib", "other" """
+    is_up: _builtins.bool
+    rate_bits_per_second: _builtins.float
+    transmitted_bytes: _builtins.int
+    """Growth of its counters over NodeNetwork.seconds."""
+    received_bytes: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Errors, retransmits and congestion notices, by kind. One that is missing was 0, or is not counted by this port."""
+
+    @_builtins.property
+    def usual_events(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Of these kinds, how many there were in the median minute before, since the job began. Missing: not known."""
+
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        port: _builtins.int = ...,
+        link: _builtins.str = ...,
+        is_up: _builtins.bool | None = ...,
+        rate_bits_per_second: _builtins.float | None = ...,
+        transmitted_bytes: _builtins.int | None = ...,
+        received_bytes: _builtins.int | None = ...,
+        events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        usual_events: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_is_up", b"_is_up", "_rate_bits_per_second", b"_rate_bits_per_second", "_received_bytes", b"_received_bytes", "_transmitted_bytes", b"_transmitted_bytes", "is_up", b"is_up", "rate_bits_per_second", b"rate_bits_per_second", "received_bytes", b"received_bytes", "transmitted_bytes", b"transmitted_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_is_up", b"_is_up", "_rate_bits_per_second", b"_rate_bits_per_second", "_received_bytes", b"_received_bytes", "_transmitted_bytes", b"_transmitted_bytes", "device", b"device", "events", b"events", "is_up", b"is_up", "link", b"link", "port", b"port", "rate_bits_per_second", b"rate_bits_per_second", "received_bytes", b"received_bytes", "transmitted_bytes", b"transmitted_bytes", "usual_events", b"usual_events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__is_up: _TypeAlias = _typing.Literal["is_up"]  # noqa: Y015
+    _WhichOneofArgType__is_up: _TypeAlias = _typing.Literal["_is_up", b"_is_up"]  # noqa: Y015
+    _WhichOneofReturnType__rate_bits_per_second: _TypeAlias = _typing.Literal["rate_bits_per_second"]  # noqa: Y015
+    _WhichOneofArgType__rate_bits_per_second: _TypeAlias = _typing.Literal["_rate_bits_per_second", b"_rate_bits_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__received_bytes: _TypeAlias = _typing.Literal["received_bytes"]  # noqa: Y015
+    _WhichOneofArgType__received_bytes: _TypeAlias = _typing.Literal["_received_bytes", b"_received_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__transmitted_bytes: _TypeAlias = _typing.Literal["transmitted_bytes"]  # noqa: Y015
+    _WhichOneofArgType__transmitted_bytes: _TypeAlias = _typing.Literal["_transmitted_bytes", b"_transmitted_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__is_up) -> _WhichOneofReturnType__is_up | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rate_bits_per_second) -> _WhichOneofReturnType__rate_bits_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received_bytes) -> _WhichOneofReturnType__received_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transmitted_bytes) -> _WhichOneofReturnType__transmitted_bytes | None: ...
+
+Global___NetworkPort: _TypeAlias = NetworkPort  # noqa: Y015
+
+@_typing.final
+class NcclLog(_message.Message):
+    """What NCCL wrote into its debug file, for a rank that was started with one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NETWORK_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    NO_INFINIBAND_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
+    ALGORITHMS_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """"2.28.9"; empty where it is not told, like the next two"""
+    network: _builtins.str
+    """"Socket", "IB", or a plugin's name"""
+    no_infiniband: _builtins.str
+    """why InfiniBand is not used, where it is told"""
+    nodes: _builtins.int
+    """of the largest communicator, like the next two"""
+    ranks: _builtins.int
+    channels: _builtins.int
+    """for collectives"""
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of that network: "mlx5_0", "eth0" """
+
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of channels: "P2P/CUMEM", "SHM", "NET/Socket", "NET/IB/GDRDMA" """
+
+    @_builtins.property
+    def algorithms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"RING/SIMPLE", where operations are logged"""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        network: _builtins.str = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
+        no_infiniband: _builtins.str = ...,
+        nodes: _builtins.int | None = ...,
+        ranks: _builtins.int | None = ...,
+        channels: _builtins.int | None = ...,
+        algorithms: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_channels", b"_channels", "_nodes", b"_nodes", "_ranks", b"_ranks", "channels", b"channels", "nodes", b"nodes", "ranks", b"ranks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_channels", b"_channels", "_nodes", b"_nodes", "_ranks", b"_ranks", "algorithms", b"algorithms", "channels", b"channels", "devices", b"devices", "network", b"network", "no_infiniband", b"no_infiniband", "nodes", b"nodes", "ranks", b"ranks", "transports", b"transports", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__channels: _TypeAlias = _typing.Literal["channels"]  # noqa: Y015
+    _WhichOneofArgType__channels: _TypeAlias = _typing.Literal["_channels", b"_channels"]  # noqa: Y015
+    _WhichOneofReturnType__nodes: _TypeAlias = _typing.Literal["nodes"]  # noqa: Y015
+    _WhichOneofArgType__nodes: _TypeAlias = _typing.Literal["_nodes", b"_nodes"]  # noqa: Y015
+    _WhichOneofReturnType__ranks: _TypeAlias = _typing.Literal["ranks"]  # noqa: Y015
+    _WhichOneofArgType__ranks: _TypeAlias = _typing.Literal["_ranks", b"_ranks"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__channels) -> _WhichOneofReturnType__channels | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nodes) -> _WhichOneofReturnType__nodes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ranks) -> _WhichOneofReturnType__ranks | None: ...
+
+Global___NcclLog: _TypeAlias = NcclLog  # noqa: Y015
+
+@_typing.final
+class NodeNetwork(_message.Message):
+    """The network of the node, for one job on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORTS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TCP_SEGMENTS_FIELD_NUMBER: _builtins.int
+    TCP_RETRANSMITS_FIELD_NUMBER: _builtins.int
+    TCP_USUAL_RETRANSMIT_RATIO_FIELD_NUMBER: _builtins.int
+    NCCL_FIELD_NUMBER: _builtins.int
+    IS_OWN_NAMESPACE_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """that counters are compared over: a minute, or less after a start"""
+    tcp_segments: _builtins.int
+    """TCP in the network namespace of this rank: segments sent, and sent again."""
+    tcp_retransmits: _builtins.int
+    tcp_usual_retransmit_ratio: _builtins.float
+    """in the median minute before, since the job began"""
+    is_own_namespace: _builtins.bool
+    """of the rank, or not known: names of its interfaces may not be those of the ports"""
+    @_builtins.property
+    def ports(self) -> _containers.RepeatedCompositeFieldContainer[Global___NetworkPort]:
+        """bounded in number"""
+
+    @_builtins.property
+    def nccl(self) -> Global___NcclLog:
+        """of this rank"""
+
+    def __init__(
+        self,
+        *,
+        ports: _abc.Iterable[Global___NetworkPort] | None = ...,
+        seconds: _builtins.float = ...,
+        tcp_segments: _builtins.int | None = ...,
+        tcp_retransmits: _builtins.int | None = ...,
+        tcp_usual_retransmit_ratio: _builtins.float | None = ...,
+        nccl: Global___NcclLog | None = ...,
+        is_own_namespace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tcp_retransmits", b"_tcp_retransmits", "_tcp_segments", b"_tcp_segments", "_tcp_usual_retransmit_ratio", b"_tcp_usual_retransmit_ratio", "nccl", b"nccl", "tcp_retransmits", b"tcp_retransmits", "tcp_segments", b"tcp_segments", "tcp_usual_retransmit_ratio", b"tcp_usual_retransmit_ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tcp_retransmits", b"_tcp_retransmits", "_tcp_segments", b"_tcp_segments", "_tcp_usual_retransmit_ratio", b"_tcp_usual_retransmit_ratio", "is_own_namespace", b"is_own_namespace", "nccl", b"nccl", "ports", b"ports", "seconds", b"seconds", "tcp_retransmits", b"tcp_retransmits", "tcp_segments", b"tcp_segments", "tcp_usual_retransmit_ratio", b"tcp_usual_retransmit_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tcp_retransmits: _TypeAlias = _typing.Literal["tcp_retransmits"]  # noqa: Y015
+    _WhichOneofArgType__tcp_retransmits: _TypeAlias = _typing.Literal["_tcp_retransmits", b"_tcp_retransmits"]  # noqa: Y015
+    _WhichOneofReturnType__tcp_segments: _TypeAlias = _typing.Literal["tcp_segments"]  # noqa: Y015
+    _WhichOneofArgType__tcp_segments: _TypeAlias = _typing.Literal["_tcp_segments", b"_tcp_segments"]  # noqa: Y015
+    _WhichOneofReturnType__tcp_usual_retransmit_ratio: _TypeAlias = _typing.Literal["tcp_usual_retransmit_ratio"]  # noqa: Y015
+    _WhichOneofArgType__tcp_usual_retransmit_ratio: _TypeAlias = _typing.Literal["_tcp_usual_retransmit_ratio", b"_tcp_usual_retransmit_ratio"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tcp_retransmits) -> _WhichOneofReturnType__tcp_retransmits | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tcp_segments) -> _WhichOneofReturnType__tcp_segments | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tcp_usual_retransmit_ratio) -> _WhichOneofReturnType__tcp_usual_retransmit_ratio | None: ...
+
+Global___NodeNetwork: _TypeAlias = NodeNetwork  # noqa: Y015
+
+@_typing.final
+class NetworkWindow(_message.Message):
+    """RankWindow, as a reader of networks alone reads it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NETWORK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def network(self) -> Global___NodeNetwork: ...
+    def __init__(
+        self,
+        *,
+        network: Global___NodeNetwork | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["network", b"network"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["network", b"network"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NetworkWindow: _TypeAlias = NetworkWindow  # noqa: Y015
+
+@_typing.final
 class FrameShare(_message.Message):
     """One place in the source, with the share of the samples of the training thread that passed through it."""
 
@@ -866,6 +1130,7 @@ class RankWindow(_message.Message):
     LONG_STEPS_FIELD_NUMBER: _builtins.int
     NCCL_COST_RATIO_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
+    NETWORK_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
@@ -941,6 +1206,10 @@ class RankWindow(_message.Message):
         """those with the most bytes, bounded in number; from NCCL"""
 
     @_builtins.property
+    def network(self) -> Global___NodeNetwork:
+        """only of the first rank of each job on a node"""
+
+    @_builtins.property
     def sources(self) -> _containers.ScalarMap[_builtins.str, Global___Source.ValueType]:
         """Field name to the source that produced it; a name that is missing was not measured."""
 
@@ -984,12 +1253,13 @@ class RankWindow(_message.Message):
         long_steps: Global___LongSteps | None = ...,
         nccl_cost_ratio: _builtins.float | None = ...,
         collectives: _abc.Iterable[Global___CollectiveRate] | None = ...,
+        network: Global___NodeNetwork | None = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backward_seconds: _TypeAlias = _typing.Literal["backward_seconds"]  # noqa: Y015
     _WhichOneofArgType__backward_seconds: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds"]  # noqa: Y015

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rankscope.analysis.verdicts.detector import FleetDetector
+from rankscope.analysis.verdicts.network import NodeNetwork
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, RankEvidence, columns_of
@@ -30,6 +31,7 @@ class SyntheticJob:
     excess_phase: str = "forward"
     steps: int = 20
     extra: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    network: Mapping[int, NodeNetwork] = field(default_factory=dict)  # by node
 
     @property
     def world_size(self) -> int:
@@ -85,6 +87,7 @@ class SyntheticJob:
             columns=columns_of(rows),
             evidence=lambda: evidence or {},
             place_names={node: f"node-{node}" for node in range(self.nodes)},
+            network=lambda: self.network,
         )
 
     def but(self, **changes: object) -> SyntheticJob:

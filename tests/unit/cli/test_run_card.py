@@ -78,6 +78,11 @@ def test_the_advice_follows_the_cause(cause: Cause, expected: str) -> None:
     assert expected in advice(slow(1, 1.0, cause))
 
 
+def test_a_network_that_explains_slow_communication_has_its_own_advice() -> None:
+    cause = Cause("network", (), "node-1: mlx5_0 port 1: 412 symbol errors a minute, usually none")
+    assert "its cable" in advice(Verdict(Kind.SLOW_COMMUNICATION, "", cause=cause))
+
+
 def test_every_finding_has_advice_and_a_healthy_job_none() -> None:
     assert all(bool(advice(Verdict(kind, "", culprits=(0,)))) is kind.is_finding for kind in Kind)
 

@@ -20,6 +20,7 @@ from rankscope.probe import nccl_plugin, ring_layout
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.inspector_writer import CHOSEN, InspectorWriter, make_process
 from tests.unit.daemon.ring_writer import Writer
+from tools.network_tree import add_ethernet, add_infiniband, write
 
 
 def test_this_machine_is_examined_without_a_breakdown(tmp_path: Path) -> None:
@@ -101,6 +102,16 @@ def test_cgroups_of_both_versions_are_known(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").touch()
     (second,) = checks.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
     assert second.text.startswith("v2")
+
+
+def test_a_hidden_network_is_a_warning_with_the_way_out(tmp_path: Path) -> None:
+    config = make.config(network=True, sys_root=str(tmp_path))
+    (hidden,) = checks.network_is_visible(config)
+    assert hidden.level is Level.WARNING and "--sys-root" in hidden.next_step
+    write(add_infiniband(tmp_path, "mlx5_1"), state="1: DOWN")
+    add_ethernet(tmp_path)
+    (found,) = checks.network_is_visible(config)
+    assert (found.level, found.text) == (Level.OK, "ports: 1 infiniband, 1 ethernet; mlx5_1 is down")
 
 
 def test_a_ranks_finding_names_what_is_missing() -> None:

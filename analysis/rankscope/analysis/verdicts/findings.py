@@ -13,6 +13,7 @@ import numpy as np
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
+from rankscope.analysis.verdicts.network_causes import network_evidence
 from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
@@ -111,6 +112,7 @@ class Observation(NamedTuple):
     stage: SlowStage | None
     stage_lingering: SlowStage | None
     transfer: SlowTransfer | None
+    network: str  # what explains the transfer; empty where nothing does
     imbalance_impact_ratio: float | None
     late: Mapping[int, float]  # seconds in long steps, by rank
     stalls: FoundStalls
@@ -155,12 +157,18 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
         stage=stage,
         stage_lingering=lingering_stage,
         transfer=transfer,
+        network=_network_evidence(window, policy) if transfer is not None else "",
         imbalance_impact_ratio=imbalance,
         late=late,
         stalls=long_steps.found,
         lost_by_all_seconds=long_steps.lost_by_all_seconds,
         is_moment_for_stacks=long_steps.is_moment_for_stacks,
     )
+
+
+def _network_evidence(window: JobWindow, policy: Policy) -> str:
+    networks = window.network()
+    return network_evidence({window.place_names.get(at, str(at)): one for at, one in networks.items()}, policy)
 
 
 def _concerns_everyone(summary: JobSummary, policy: Policy) -> bool:

@@ -18,6 +18,7 @@ from rankscope.analysis.verdicts.stack_profiles import StackHistory
 from rankscope.analysis.verdicts.stall_lines import StallLines
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import (
+    NETWORK,
     Cause,
     Confidence,
     Kind,
@@ -232,6 +233,11 @@ class RecentWindows:
             f"instead of {milliseconds(found[-1].usual_seconds)}"
         )
         cause = Cause("communication", (), f"{found[-1].ratio:.1f}× its own past")
+        network = next((o.network for o in reversed(self._recent) if o.network), "")
+        if network:
+            cause = Cause(NETWORK, (), network)
+        elif self._before.kind is Kind.SLOW_COMMUNICATION and self._before.cause.phase == NETWORK:
+            cause = self._before.cause  # an error that was counted is over a minute later, its effect may not be
         return self._everyone(Kind.SLOW_COMMUNICATION, [f.impact_ratio for f in found], reason, cause)
 
     def _imbalance(self) -> Verdict | None:

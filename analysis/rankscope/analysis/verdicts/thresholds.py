@@ -127,6 +127,27 @@ class Policy:
     host_behind_ratio: float = threshold(
         0.5, "ratio", "A host is not ahead when it is so by less than this share of what its peers' hosts are."
     )
+    # The network, where communication is slow. A link that was lost counts once.
+    network_errors_per_minute: float = threshold(
+        10.0, "events", "Errors or retransmits of a port may be a cause from this many in a minute."
+    )
+    # A fabric that is not lossless works with some at all times.
+    network_congestion_per_minute: float = threshold(1000.0, "events", "The same for congestion notices.")
+    network_error_ratio: float = threshold(
+        5.0, "ratio", "They are a cause from this ratio to the port's own past in the job, or to the other nodes."
+    )
+    network_rate_ratio: float = threshold(
+        0.5, "ratio", "A link is slow at or below this share of the rate of the same link on other nodes."
+    )
+    network_retransmit_ratio: float = threshold(
+        0.01, "ratio", "TCP that sends this share of its segments again may be a cause."
+    )
+    network_segments_needed: int = threshold(
+        1000, "segments", "TCP's retransmits are judged when this many segments were sent in a minute."
+    )
+    network_used_ratio: float = threshold(
+        0.05, "ratio", "A port that carries less than this share of a node's traffic is not used by the job."
+    )
 
 
 @dataclass(frozen=True)

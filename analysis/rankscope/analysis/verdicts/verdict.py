@@ -83,6 +83,9 @@ STOPPED = "stopped"
 ENDED = "ended"
 MISMATCH = "mismatch"
 
+# In place of the phase of slow communication that the network explains.
+NETWORK = "network"
+
 # What a slow rank is held up by, where its steps are timed on a device.
 HOST = "host"
 DEVICE = "device"
@@ -157,6 +160,9 @@ def headline(verdict: Verdict) -> str:
     if verdict.kind is Kind.SLOW_RANK and verdict.cause.stalls:
         stall = "stall" if plural == "are" else "stalls"
         return f"{who} {stall} {verdict.cause.stalls}{_where(verdict.cause)}"
+    if verdict.kind is Kind.SLOW_COMMUNICATION and verdict.cause.phase == NETWORK:
+        shown = f" ({verdict.cause.evidence})" if verdict.cause.evidence else ""
+        what = f"communication is slow because of the network{shown}"
     if verdict.kind is Kind.HANG and who:
         what += f": {who} {_HUNG.get(verdict.cause.phase, 'never entered the collective').format(is_=plural)}"
     if verdict.kind in (Kind.SLOW_RANK, Kind.HANG) and verdict.culprits:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
+from rankscope.analysis.verdicts.network import NodeNetwork
 
 # Phases of own work, in the order in which a step goes through them.
 WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
@@ -200,5 +201,7 @@ class JobWindow:
     # Every rank that reports; None for one that is moving.
     stalls: Callable[[], Mapping[int, Stall | None]] = field(default=dict)
     place_names: Mapping[int, str] = field(default_factory=dict)
+    # By place; one that is missing is not known.
+    network: Callable[[], Mapping[int, NodeNetwork]] = field(default=dict)
     # Steps are known only now and then, from captures: most windows have none, and stacks go on counting.
     is_captured: bool = False

@@ -21,8 +21,10 @@ from rankscope.daemon.captures.runner import RESULTS
 from rankscope.daemon.captures.service import CaptureStatus
 from rankscope.daemon.collector import CollectorStatus
 from rankscope.daemon.export.gpu_metrics import GPU_SOURCES, GPUS, LIVE_GPUS, gpu_metrics
+from rankscope.daemon.export.network_metrics import PORTS, TCP, network_metrics
 from rankscope.daemon.export.rank_metrics import RANKS, RankReport, rank_metrics
 from rankscope.daemon.gpu.collector import GpuStatus
+from rankscope.daemon.network.collector import NetworkStatus
 from rankscope.daemon.profiles.push import LOSSES, PushStatus
 from rankscope.daemon.profiles.pyroscope import FAILURES
 from rankscope.daemon.profiles.store import StoreStatus
@@ -54,6 +56,7 @@ class DaemonStatus:
     captures: CaptureStatus | None = None
     profiles: StoreStatus | None = None  # None while they are off
     gpu: GpuStatus | None = None
+    network: NetworkStatus | None = None
     profile_push: PushStatus | None = None  # None: profiles are not pushed
     metrics_detail: str = FULL
 
@@ -167,7 +170,7 @@ PROFILE_PUSH: Section[PushStatus] = Section((), (
 ))
 # fmt: on
 
-TABLE = (DAEMON, CAPTURES, PROFILES, PROFILE_PUSH, GPU_SOURCES, GPUS, LIVE_GPUS, RANKS)
+TABLE = (DAEMON, CAPTURES, PROFILES, PROFILE_PUSH, GPU_SOURCES, GPUS, LIVE_GPUS, PORTS, TCP, RANKS)
 
 
 class Exporter(Collector):
@@ -184,6 +187,8 @@ class Exporter(Collector):
         yield from PROFILE_PUSH.of(daemon.profile_push)
         if daemon.gpu is not None:
             yield from gpu_metrics(daemon.gpu, daemon.node, full)
+        if daemon.network is not None:
+            yield from network_metrics(daemon.network, daemon.node, full)
         yield from rank_metrics(snapshot.ranks, full)
 
     def describe(self) -> Iterable[Family]:

@@ -224,17 +224,8 @@ class InspectorLog:
         link = self._search.look() if self._is_chosen else None
         if link is None:
             return None
-        handle = os.open(link, os.O_PATH | os.O_CLOEXEC)  # opens nothing: the opening of a device or a FIFO has effects
-        try:
-            status = os.fstat(handle)
-            is_own = status.st_uid == procfs.real_uid(self._search.process) or status.st_mode & stat.S_IROTH
-            if not stat.S_ISREG(status.st_mode) or not is_own:
-                return None
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-            fd = os.open(f"/proc/self/fd/{handle}", flags)
-        finally:
-            os.close(handle)
-        self.is_found = True
+        fd = procfs.open_own_file(link, self._search.process)
+        self.is_found = fd is not None
         return fd
 
     def _times(self, lines: Lines, steps: Records, is_long: Mask | None) -> tuple[NcclTimes, NcclProgress]:

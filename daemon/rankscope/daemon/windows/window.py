@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from google.protobuf.message import Message
 
+from rankscope.analysis.verdicts.network import NodeNetwork
 from rankscope.analysis.verdicts.window_columns import GROUP_FIGURES, GROUPS, pack
 from rankscope.common.text import printable
 from rankscope.daemon.samples import (
@@ -27,6 +28,7 @@ from rankscope.v1.rank_service_pb2 import WindowColumns
 from rankscope.v1.window_pb2 import (
     SOURCE_CAPTURE,
     SOURCE_GPU,
+    SOURCE_NETWORK,
     SOURCE_PROBE,
     SOURCE_PROCESS,
     SOURCE_STACKS,
@@ -36,6 +38,8 @@ from rankscope.v1.window_pb2 import (
     GroupSpan,
     LongSteps,
     Memory,
+    NcclLog,
+    NetworkPort,
     ProcessUsage,
     RankWindow,
     StackSummary,
@@ -60,6 +64,8 @@ SHOWN_OF_GPU = (
     *("utilization_ratio", "tensor_active_ratio", "sm_clock_hertz", "power_watts", "temperature_celsius"),
     "memory_used_bytes",
 )
+NETWORK_NAME_CHARACTERS = 64
+NCCL_FACTS = tuple(NcclLog.DESCRIPTOR.fields_by_name)
 COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", "ecc_corrected_errors", "xids")
 
 
@@ -97,6 +103,20 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str
             window.sources["peak_flops_per_second"] = SOURCE_GPU
 
 
+def add_network(window: RankWindow, sample: NodeNetwork) -> None:
+    """Names of ports are the kernel's; NCCL's log is the rank's own, and bounded by its parser."""
+    network = window.network
+    for name in ("tcp_segments", "tcp_retransmits", "tcp_usual_retransmit_ratio"):
+        if (value := getattr(sample, name)) is not None:
+            setattr(network, name, value)
+    network.seconds, network.is_own_namespace = sample.seconds, sample.is_own_namespace
+    for port in sample.ports:
+        network.ports.append(NetworkPort(**vars(port) | {"device": printable(port.device, NETWORK_NAME_CHARACTERS)}))
+    if sample.nccl is not None:
+        network.nccl.CopyFrom(NcclLog(**{name: getattr(sample.nccl, name) for name in NCCL_FACTS}))
+    window.sources["network"] = SOURCE_NETWORK
+
+
 PROBLEMS_KEPT = 8
 PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
@@ -132,6 +152,7 @@ class RankSamples:
     stacks: StackSample | None = None
     problems: tuple[Problem, ...] = ()
     gpu: GpuSample | None = None
+    network: NodeNetwork | None = None
 
 
 def assemble(
@@ -162,6 +183,8 @@ def assemble(
     if samples.stacks is not None:
         window.stacks.CopyFrom(stack_summary(samples.stacks))
         window.sources["stacks"] = SOURCE_STACKS
+    if samples.network is not None:
+        add_network(window, samples.network)
     if stall is not None:
         window.stall.CopyFrom(stall)
         window.sources["stall"] = SOURCE_PROBE if samples.steps is not None else SOURCE_STACKS

@@ -30,6 +30,7 @@ from rankscope.analysis.verdicts.windows import (
 )
 from rankscope.common.text import printable
 from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
+from rankscope.operator.correlation.node_networks import node_networks
 from rankscope.v1 import window_pb2
 
 # Rows of the table of figures.
@@ -151,6 +152,7 @@ def _job_window(
         evidence=lambda: Evidence(windows, columns.rank),
         stalls=lambda: {window.who.rank: stall_of(window.message()) for window in windows},
         place_names=place_names,
+        network=lambda: node_networks(windows, columns.place),
         is_captured=is_captured,
     )
 

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from rankscope.analysis.verdicts.window_columns import is_table, unpack
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import EncodedRanks
-from rankscope.v1.window_pb2 import RankWindow
+from rankscope.v1.window_pb2 import NetworkWindow, NodeNetwork, RankWindow
 
 AXES = ("pipeline", "data", "tensor")  # of `RankSeen.coordinates`
 UNREADABLE = "the daemon's message could not be read"
@@ -98,6 +98,14 @@ class HeldWindow:
             window = RankWindow(end_unix_nanos=self.end_unix_nanos, problems=[UNREADABLE])
         window.identity.CopyFrom(self.who.identity)
         return window
+
+    def network(self) -> NodeNetwork | None:
+        """Of the node, if this window has it. The rest of the window is not read."""
+        try:
+            window = NetworkWindow.FromString(self.message_bytes)
+        except DecodeError:
+            return None
+        return window.network if window.HasField("network") else None
 
 
 class HeldWindows(Sequence[RankWindow]):

@@ -1,0 +1,1 @@
+"""The network of the node: ports and their counters, and how they compare with their own past."""
