@@ -185,6 +185,14 @@ class RankEvidence:
     gpu: GpuEvidence | None = None  # where it uses exactly one
 
 
+@dataclass(frozen=True)
+class AsynchronousRun:
+    """Beside the columns of the workers, in a window of an asynchronous run."""
+
+    servers: RankColumns
+    unknown_ranks: tuple[int, ...]  # that have no steps
+
+
 @dataclass(frozen=True, slots=True)
 class JobWindow:
     """One window of one job. Rows of `columns` are in the order of `rank`."""
@@ -202,3 +210,7 @@ class JobWindow:
     place_names: Mapping[int, str] = field(default_factory=dict)
     # Steps are known only now and then, from captures: most windows have none, and stacks go on counting.
     is_captured: bool = False
+    # Whether ranks meet in collectives, as far as is known.
+    has_collectives: bool = True
+    # The rest of a window of which `columns` has the workers only (asynchronous.py).
+    asynchronous: AsynchronousRun | None = None
