@@ -54,7 +54,7 @@ class Loop:
         self.is_capturing = False
         self.scaler, self.graph_class = Scaler(), Graph
         cuda = SimpleNamespace(CUDAGraph=Graph, is_current_stream_capturing=lambda: self.is_capturing)
-        self.mark = step_boundary.install_optimizer_hooks(
+        self.mark, self.mark_implicitly = step_boundary.install_optimizer_hooks(
             self, self.tally, self.flush, lambda: self.is_compiling, Scaler, cuda
         )
 
