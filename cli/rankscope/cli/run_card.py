@@ -50,7 +50,7 @@ _ADVICE = {
         "collect garbage on all ranks in the same step (gc.disable(), then gc.collect() every few hundred steps) or "
         "gc.freeze() after start-up; prefetch input; keep other work off these cores"
     ),
-    Kind.SLOW_SERVER: "spread the weights over several servers, let workers exchange less often, or make updates cheaper",
+    Kind.SLOW_SERVER: "divide the weights among several servers, exchange less often, or make updates cheaper",
     Kind.SLOW_COMMUNICATION: "check the links (NCCL_DEBUG=INFO, link errors), and what else uses them",
     Kind.INPUT_BOUND: "add DataLoader workers, prefetch, or move the data to faster storage",
     Kind.LOW_MFU: "record it: rankscope capture --ranks 0 --steps 3 --output traces/, rankscope analyze trace traces/",

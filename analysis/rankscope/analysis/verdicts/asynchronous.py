@@ -185,12 +185,13 @@ def find_slow_server(workers: RankColumns, run: AsynchronousRun, policy: Policy)
 
 
 def server_cause(found: SlowServer, evidence: RankEvidence | None) -> Cause:
-    """The lines that the server is seen in. It has no peers to be compared with."""
+    """The lines that the server is seen in. It has no peers to be compared with, so that it must be known to work: the
+    main thread of a server that answers remote calls sleeps."""
     said = f"workers wait for it {percent(found.wait_ratio)} of the time"
     said += ", and it does not wait for them" if found.is_sure else ""
     stacks = None if evidence is None else evidence.stacks
     frames: list[FrameSeen] = []
-    if stacks is not None:
+    if stacks is not None and found.is_sure:
         frames = [
             frame
             for frame in stacks.frames
