@@ -109,6 +109,14 @@ class StepCounts:
         return ~np.isnan(columns.steps) & ~np.isin(columns.rank, self.servers)
 
 
+def ends_steps_together(window: JobWindow) -> bool:
+    """False where ranks do not meet in every step, and so are at different steps at one time. Most steps of local SGD
+    have no wait. DDP and devices may hide one in every step."""
+    columns = window.columns
+    is_timed_whole = np.isnan(columns.host_seconds) & np.isnan(columns.forward_seconds)
+    return window.asynchronous is None and not bool(((columns.transfer_seconds == 0.0) & is_timed_whole).all())
+
+
 def find_servers(steps: Floats) -> Ints:
     """The rows that make as many steps as all other rows together; none where there are no such."""
     order = np.argsort(-steps, kind="stable")

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from rankscope.analysis.verdicts.asynchronous import Cadence, StepCounts, split
+from rankscope.analysis.verdicts.asynchronous import Cadence, StepCounts, ends_steps_together, split
 from rankscope.analysis.verdicts.findings import Observation, ReadyWindow, observe, observe_workers
 from rankscope.analysis.verdicts.hang import find_hang
 from rankscope.analysis.verdicts.job_summary import summarize
@@ -98,7 +98,6 @@ class JobDetector:
         self._steps_seen = 0.0
         self._unmeasured = 0
         self._patience = policy.windows_kept  # for windows in which waiting was not measured
-        self._since_apart = policy.windows_damped  # windows since no rank of any met another
         self._step_seconds: float | None = None
         self._lost_gpu_seconds = 0.0
         self._captures = CaptureWindows()
@@ -242,23 +241,11 @@ class JobDetector:
             return Verdict(
                 Kind.INSUFFICIENT_DATA, "ranks without collectives step apart; asynchronous, if that goes on"
             )
-        skew = self._clock_skew(ready)
-        if skew is not None and skew > self._step_seconds + CLOCK_TOLERANCE_SECONDS:
+        skew = ready.window.clock_skew_seconds
+        is_apart = skew is not None and skew > self._step_seconds + CLOCK_TOLERANCE_SECONDS
+        if is_apart and ends_steps_together(ready.window):
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
         return self._recent.decide(self._observe(ready), self.verdict)
-
-    def _clock_skew(self, ready: ReadyWindow) -> float | None:
-        """None where it says nothing: clocks are read at a common step, and ranks that do not meet in every step are at
-        different ones."""
-        if ready.window.asynchronous is not None:
-            return None
-        self._since_apart += 1
-        columns = ready.window.columns
-        # Local SGD: most steps have no collective. DDP and devices may hide one in every step.
-        is_timed_whole = np.isnan(columns.host_seconds) & np.isnan(columns.forward_seconds)
-        if bool(((columns.transfer_seconds == 0.0) & is_timed_whole).all()):
-            self._since_apart = 0
-        return ready.window.clock_skew_seconds if self._since_apart >= self._policy.windows_damped else None
 
     def _unknown_steps(self, latest: JobWindow) -> Verdict | None:
         """Of a rank that runs no optimizer: the others' steps cannot be compared with it."""

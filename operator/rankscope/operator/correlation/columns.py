@@ -33,10 +33,10 @@ from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import window_pb2
 
 # Rows of the table of figures.
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _LONG, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _FORWARD, _LONG, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
     FIGURES.index,
     (
-        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "long")),
+        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "forward", "long")),
         *("steps_total", "last_step_unix_seconds", "is_captured", f"group0_{GROUP_FIGURES[0]}"),
     ),
 )
@@ -159,9 +159,10 @@ def _job_window(
 
 
 def _have_collectives(figures: Floats, job: Ints, jobs: int) -> list[bool]:
-    """Of each job, whether a rank has a process group that does more than send and receive."""
+    """Of each job, whether a rank has a process group that does more than send and receive, or DDP's timers."""
     kinds = figures[_GROUP + GROUP_FIGURES.index("kind") :: len(GROUP_FIGURES)]
     meets = (~np.isnan(kinds) & (kinds != POINT_TO_POINT)).any(axis=0)
+    meets |= ~np.isnan(figures[_FORWARD])
     return [bool(count) for count in np.bincount(job[meets], minlength=jobs)]
 
 

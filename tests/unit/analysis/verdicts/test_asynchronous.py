@@ -121,7 +121,7 @@ def test_the_share_of_one_of_many_workers_is_small() -> None:
     assert judge_runs(many)[-1].kind is Kind.HEALTHY
 
 
-def test_the_server_as_the_bottleneck_has_a_verdict_of_its_own() -> None:
+def test_the_server_as_the_bottleneck_has_its_own_verdict() -> None:
     verdict = judge_runs(HEALTHY, SLOW_SERVER)[-1]
     assert (verdict.kind, verdict.culprits, verdict.confidence) == (Kind.SLOW_SERVER, (0,), Confidence.HIGH)
     assert headline(verdict) == "the server (rank 0) is the bottleneck because of server.py:46 (Server.apply)"
@@ -205,7 +205,7 @@ def test_steps_at_the_borders_of_windows_are_no_drift() -> None:
     assert not any(verdict.asynchronous for verdict in verdicts)
 
 
-def test_a_rank_that_hangs_restarts_or_is_missing_is_no_drift() -> None:
+def test_ranks_that_hang_or_miss_windows_do_not_drift() -> None:
     def hanging(row: dict[str, float]) -> dict[str, float]:
         return row | {"steps": 0} if row["rank"] == 2 else row
 

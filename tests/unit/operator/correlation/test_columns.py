@@ -114,6 +114,8 @@ def test_groups_of_messages_only_are_no_collectives() -> None:
         groups = [window_pb2.GroupSpan(number=7, size=2, kind=kind, samples=3, step_seconds=0.1) for kind in kinds]
         return a_window(rank=rank, steps=20, step_seconds=StepStatistics(mean=0.1), groups=groups)
 
+    with_ddp = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), forward_seconds=0.03)
+    assert job_window([with_ddp], 2).has_collectives
     messages = ring_layout.GROUP_POINT_TO_POINT
     assert not job_window([exchanging(0, messages), exchanging(1)], 2).has_collectives
     assert job_window([exchanging(0, messages), exchanging(1, messages, ring_layout.GROUP_EXPOSED)], 2).has_collectives
