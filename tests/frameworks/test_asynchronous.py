@@ -1,4 +1,5 @@
-"""Runs whose ranks do not meet in every step: real jobs, healthy, with one slow worker and with a slow server.
+"""Runs whose ranks do not meet in every step: real jobs, healthy, with one slow worker and with a slow server; and a
+mixture of experts, whose ranks meet with uneven work.
 
 `make acceptance SUITE=frameworks` plays all of them."""
 
@@ -77,6 +78,24 @@ def test_runs_whose_ranks_do_not_meet_get_the_right_verdict(job: Job, fault: str
         assert named[0] == named[1], str(played)
     error = abs((played.last.impact_ratio or 0.0) - true_impact_ratio(played))
     measured(f"{job.key}, {fault}: impact, off the true one", error, "of the time", at_most=IMPACT_TOLERANCE)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("routing", "fault", "kind"),
+    [("balanced", NONE, Kind.HEALTHY), ("balanced", HOST, Kind.SLOW_RANK), ("skewed", NONE, Kind.DATA_IMBALANCE)],
+)
+def test_experts_with_more_tokens_are_an_imbalance(routing: str, fault: str, kind: Kind) -> None:
+    played = play(Path(sys.executable), "mixture_of_experts.py", (routing,), fault)
+    print(played)
+    assert played.last.kind is kind, str(played)
+    culprits = {tick.verdict.culprits for tick in played.heard if tick.verdict.kind.is_finding}
+    assert culprits == {Kind.HEALTHY: set(), Kind.SLOW_RANK: {(SLOW_RANK,)}, Kind.DATA_IMBALANCE: {()}}[kind], str(
+        played
+    )
+    if kind is Kind.DATA_IMBALANCE:
+        assert "rank 2 gets 3.0× the tokens" in played.last.reason, str(played)
 
 
 def expected_line(job: Job, fault: str) -> int:

@@ -44,7 +44,7 @@ IN_CAPTURES = " (in captured steps)"
 # What only a cause or a stall needs is left out of the comparison, as every column costs a fleet time.
 ONLY_FOR_CAUSES = (
     *("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds"),
-    *("long_ratio", "late_ratio", "late_ahead_seconds"),
+    *("long_ratio", "late_ratio", "late_ahead_seconds", "tokens_per_step"),
 )
 
 

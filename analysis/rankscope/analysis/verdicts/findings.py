@@ -17,6 +17,7 @@ from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
 from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.token_balance import TokenImbalance, explained_by_tokens, find_token_imbalance
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
 # Pipeline stages are compared by their medians: a long stage is no rank's fault.
@@ -117,6 +118,7 @@ class Observation(NamedTuple):
     stalls: FoundStalls
     lost_by_all_seconds: float  # in long steps of all ranks
     is_moment_for_stacks: bool
+    tokens: TokenImbalance | None = None  # which explains `imbalance_impact_ratio`
     server: SlowServer | None = None  # of an asynchronous run
     is_asynchronous: bool = False
 
@@ -135,7 +137,15 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
     if screen is not None and not any_outlier and summary.widest_cohort_spread >= summary.rank_ratio:
         outlier, screen, imbalance = _look_for_splits(window, screen, summary, policy)
         any_outlier = bool(outlier.any())
-    if not any_outlier:
+    tokens = None
+    if screen is not None and any_outlier:
+        explained = explained_by_tokens(window.columns, screen, policy)
+        if explained.any():
+            tokens = find_token_imbalance(window.columns, screen, explained)
+            screen = replace(screen, outlier=screen.outlier & ~explained)
+            outlier, imbalance = screen.outlier, tokens.impact_ratio
+            any_outlier = bool(outlier.any())
+    if not any_outlier and tokens is None:
         if summary.stages_known and summary.last_stage > 0:
             stage = find_slow_stage(window.columns, summary, policy)
             if stage is None:
@@ -163,6 +173,7 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
         stalls=long_steps.found,
         lost_by_all_seconds=long_steps.lost_by_all_seconds,
         is_moment_for_stacks=long_steps.is_moment_for_stacks,
+        tokens=tokens,
     )
 
 

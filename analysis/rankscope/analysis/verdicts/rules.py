@@ -278,7 +278,12 @@ class RecentWindows:
             return None
         if len(found) < self._policy.windows_for_alarm and not self._standing(Kind.DATA_IMBALANCE):
             return None  # a fault of one rank looks like it while it begins
-        return self._everyone(Kind.DATA_IMBALANCE, found, UNEVEN.reason, UNEVEN.cause)
+        tokens = [o.tokens for o in self._recent if o.tokens is not None]
+        if len(tokens) * 2 < len(found):
+            return self._everyone(Kind.DATA_IMBALANCE, found, UNEVEN.reason, UNEVEN.cause)
+        cause = Cause("unknown", (), str(tokens[-1]))
+        reason = f"{tokens[-1]}: the experts are unbalanced, and no rank is slow for its tokens"
+        return self._everyone(Kind.DATA_IMBALANCE, found, reason, cause)
 
     def _jitter(self) -> Verdict | None:
         stalls = self._recent[-1].stalls.in_turn

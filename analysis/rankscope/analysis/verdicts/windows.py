@@ -57,6 +57,7 @@ class RankColumns:
     long_ratio: Floats  # of the steps, that were long
     late_ratio: Floats  # of the steps, that were long because of this rank
     late_ahead_seconds: Floats  # of `late_seconds`, by how much its host got further ahead meanwhile
+    tokens_per_step: Floats  # that the rank works on, where its program counts them
 
     def __len__(self) -> int:
         return len(self.rank)
