@@ -65,7 +65,8 @@ def test_runs_whose_ranks_do_not_meet_get_the_right_verdict(job: Job, fault: str
     print(played)
     print(played.last.asynchronous)
     assert bool(played.last.asynchronous) is job.is_asynchronous, str(played)
-    found = [tick.verdict for tick in played.heard if tick.verdict.kind.is_finding]
+    # Not warnings: these ranks do not wait for each other, so that one that queues for a CPU for a moment stands out.
+    found = [tick.verdict for tick in played.heard if tick.verdict.is_alarm]
     if fault == NONE:
         assert not found and played.last.kind is Kind.HEALTHY, str(played)
         return
@@ -76,7 +77,9 @@ def test_runs_whose_ranks_do_not_meet_get_the_right_verdict(job: Job, fault: str
     if not is_unsure:
         named = (expected_line(job, fault), played.last.cause.frames[0].line)
         assert named[0] == named[1], str(played)
-    error = abs((played.last.impact_ratio or 0.0) - true_impact_ratio(played))
+    impact, truth = played.last.impact_ratio or 0.0, true_impact_ratio(played)
+    print(f"costs {impact:.1%}, in truth {truth:.1%}")
+    error = abs(impact - truth)
     measured(f"{job.key}, {fault}: impact, off the true one", error, "of the time", at_most=IMPACT_TOLERANCE)
 
 
@@ -91,9 +94,8 @@ def test_experts_with_more_tokens_are_an_imbalance(routing: str, fault: str, kin
     print(played)
     assert played.last.kind is kind, str(played)
     culprits = {tick.verdict.culprits for tick in played.heard if tick.verdict.kind.is_finding}
-    assert culprits == {Kind.HEALTHY: set(), Kind.SLOW_RANK: {(SLOW_RANK,)}, Kind.DATA_IMBALANCE: {()}}[kind], str(
-        played
-    )
+    expected: dict[Kind, set[tuple[int, ...]]] = {Kind.SLOW_RANK: {(SLOW_RANK,)}, Kind.DATA_IMBALANCE: {()}}
+    assert culprits == expected.get(kind, set()), str(played)
     if kind is Kind.DATA_IMBALANCE:
         assert "rank 2 gets 3.0× the tokens" in played.last.reason, str(played)
 

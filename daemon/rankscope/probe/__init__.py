@@ -2,8 +2,8 @@
 break, slow or change the user's program. It writes records into a sealed memfd ring, where the daemon may leave a
 command for a capture; it reads nothing else from anyone and imports nothing else of ours.
 
-A script may call `step()`, `declare()` and `count_tokens()`. They do nothing when the probe is off, so the calls can stay
-in the code."""
+A script may call `step()`, `declare()` and `count_tokens()`. They do nothing when the probe is off, so the calls
+can stay in the code."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def count_tokens(tokens: float) -> None:
     experts received. A rank that works longer because it got more tokens is not slow. Takes a number, not a tensor:
     reading one would wait for the device."""
     global _tokens
-    if isinstance(tokens, (int, float)) and tokens >= 0:
+    if isinstance(tokens, (int, float)) and 0 <= tokens < 1e18:
         _tokens = (_tokens or 0.0) + tokens
