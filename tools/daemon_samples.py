@@ -142,7 +142,13 @@ def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
         last_step_unix_nanos=SPAN.start_unix_nanos + 1_000_000_000,
         step_seconds=np.full(2, 1.0),
         facts=ProbeFacts(
-            pipeline=1, tensor=0, data=1, model_flops_per_step=5e14, peak_flops_per_second=1e15, nccl_cost_ratio=0.001
+            pipeline=1,
+            tensor=0,
+            data=1,
+            model_flops_per_step=5e14,
+            peak_flops_per_second=1e15,
+            nccl_cost_ratio=0.001,
+            tokens_per_step=4096.0,
         ),
         groups=tuple(
             GroupSpan(0xABC, 4, number, kind, 2, 0.25, 1.0) for kind in sorted(GROUP_KINDS) if kind != GROUP_NCCL

@@ -38,9 +38,12 @@ class JobError(AssertionError):
 class FrameworkJob:
     """Ranks die with the thread that made them: use it from the main thread."""
 
-    def __init__(self, python: Path, script: str, arguments: tuple[str, ...], fault: str) -> None:
+    def __init__(
+        self, python: Path, script: str, arguments: tuple[str, ...], fault: str, slow_rank: int = SLOW_RANK
+    ) -> None:
         self._command = (str(python), str(JOBS / script), *arguments)
         self._fault = fault
+        self._slow_rank = slow_rank
         self._run_id = f"frameworks-{uuid.uuid4().hex[:8]}"
         self._port = choose_port()
         self._folder = Path(tempfile.mkdtemp(prefix="rankscope-frameworks-"))
@@ -93,9 +96,10 @@ class FrameworkJob:
             if self._board.steps_done(rank) == steps:  # no step ended meanwhile: both are about the same steps
                 return ends[max(0, first - (steps - len(ends))) :]
 
-    def start_fault(self) -> int:
-        """The step it begins with."""
-        step = max(self._board.steps_done(rank) for rank in range(RANKS)) + STEPS_AHEAD
+    def start_fault(self, is_asynchronous: bool = False) -> int:
+        """The step it begins with. Asynchronous ranks are at different steps: only that of the slow rank counts."""
+        asked = (self._slow_rank,) if is_asynchronous else range(RANKS)
+        step = max(self._board.steps_done(rank) for rank in asked) + STEPS_AHEAD
         self._board.fault_step = step
         return step
 
@@ -135,7 +139,7 @@ class FrameworkJob:
                 "PYTHONUNBUFFERED": "1",
                 # Models are made from configurations and data at random: nothing is loaded.
                 "HF_HUB_OFFLINE": "1",
-                "RANKSCOPE_FRAMEWORKS_FAULT": f"{self._fault},{SLOW_RANK},{DELAY_SECONDS}",
+                "RANKSCOPE_FRAMEWORKS_FAULT": f"{self._fault},{self._slow_rank},{DELAY_SECONDS}",
                 "RANKSCOPE_FRAMEWORKS_BOARD": str(self._folder / "board"),
                 "RANKSCOPE_FRAMEWORKS_BOARD_FOLDER": str(DEMO_JOB),
             }

@@ -17,7 +17,7 @@ from rankscope.cli.standalone import Standalone
 from rankscope.daemon.config import resolve
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1 import window_pb2
-from tests.frameworks.job_process import DELAY_SECONDS, RANKS, FrameworkJob
+from tests.frameworks.job_process import DELAY_SECONDS, RANKS, SLOW_RANK, FrameworkJob
 
 NO_FAULT = "none"
 DDP_TIMERS = "ddp timers"
@@ -231,6 +231,8 @@ def play(
     fault: str,
     *,
     is_blind: bool = False,
+    is_asynchronous: bool = False,
+    slow_rank: int = SLOW_RANK,
     is_complete: Callable[[Verdict], bool] = lambda verdict: True,
 ) -> PlayedCell:
     """Raises JobError if the job does not run; a fault that is not found is the caller's to see. After the alarm the
@@ -241,7 +243,7 @@ def play(
         config = resolve({"socket": f"{folder}/daemon.sock", "metrics_listen": "none", "captures": False}, {}).config
         # The tests run in the same process; the daemon's budget is charged for the daemon's thread.
         standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time))
-        job = stack.enter_context(FrameworkJob(python, script, arguments, fault))
+        job = stack.enter_context(FrameworkJob(python, script, arguments, fault, slow_rank))
         listener = _Listener(job)
         stack.callback(standalone.correlator.listen(listener))
         job.wait_until_training()
@@ -255,7 +257,7 @@ def play(
         healthy = listener.stretch(good()[-settled:])
         if fault == NO_FAULT:
             return PlayedCell(fault, tuple(before), healthy, None, None, None)
-        job.start_fault()
+        job.start_fault(is_asynchronous)
         fault_at, fault_at_unix = time.monotonic(), time.time()
         count = len(before)
         if is_blind:

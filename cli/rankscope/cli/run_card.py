@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -50,6 +51,7 @@ _ADVICE = {
         "collect garbage on all ranks in the same step (gc.disable(), then gc.collect() every few hundred steps) or "
         "gc.freeze() after start-up; prefetch input; keep other work off these cores"
     ),
+    Kind.SLOW_SERVER: "divide the weights among several servers, exchange less often, or make updates cheaper",
     Kind.SLOW_COMMUNICATION: "check the links (NCCL_DEBUG=INFO, link errors), and what else uses them",
     Kind.INPUT_BOUND: "add DataLoader workers, prefetch, or move the data to faster storage",
     Kind.LOW_MFU: "record it: rankscope capture --ranks 0 --steps 3 --output traces/, rankscope analyze trace traces/",
@@ -199,6 +201,7 @@ def _lines(job: JobSummary, seconds: float, *, probe: bool) -> list[tuple[str, T
         lines.append(("NCCL", Text(f"its times are read from {INSPECTOR}'s files, as your NCCL_PROFILER_PLUGIN stays")))
     lines.append(("verdict", Text(one_line(headline(verdict), 300), style=f"bold {_COLOURS[verdict.severity]}")))
     optional: tuple[tuple[str, Callable[[Verdict], str]], ...] = (
+        ("run", attrgetter("asynchronous")),
         ("why", explanation),
         ("loss", loss),
         ("try", advice),
@@ -279,6 +282,7 @@ def _job_json(job: JobSummary) -> dict[str, Any]:
         "culprits": list(verdict.culprits),
         "headline": headline(verdict),
         "reason": verdict.reason,
+        "asynchronous": verdict.asynchronous or None,
         "evidence": verdict.cause.evidence,
         "frames": [{"file": f.file, "line": f.line, "function": f.function} for f in verdict.cause.frames],
         "impact_ratio": verdict.impact_ratio,

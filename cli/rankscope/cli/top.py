@@ -230,6 +230,8 @@ def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[Renderabl
     style = {"alarm": "bold red", "warning": "yellow"}.get(verdict.severity.value, "green")
     yield Text(f"{one_line(job.job, NAME_CHARACTERS)}  {'  '.join(facts)}", style="bold")
     yield Text(_verdict_line(job), style=style)
+    if verdict.asynchronous:
+        yield Text(one_line(verdict.asynchronous, EVIDENCE_CHARACTERS))
     if why := evidence(verdict):
         yield Text(one_line(why, EVIDENCE_CHARACTERS))
     ranks = _ranks(job, view)

@@ -93,6 +93,7 @@ class ProbeFacts:
     nccl_descriptor: int | None = None  # of the memory of the NCCL plugin
     nccl_reason: str | None = None  # why there is none
     nccl_cost_ratio: float | None = None  # of a step; negative where noise is larger
+    tokens_per_step: float | None = None  # that the rank works on, as the program counts them
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 break, slow or change the user's program. It writes records into a sealed memfd ring, where the daemon may leave a
 command for a capture; it reads nothing else from anyone and imports nothing else of ours.
 
-A script may call `step()` and `declare()`. Both do nothing when the probe is off, so the calls can stay in the code."""
+A script may call `step()`, `declare()` and `count_tokens()`. They do nothing when the probe is off, so the calls
+can stay in the code."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Union
 # Filled by declare(), read by the probe about once a second; set by the probe when it is on.
 _declared: Dict[str, Any] = {}
 _marker: Optional[Callable[[], None]] = None
+_tokens: Optional[float] = None  # since the process began; None before the first call
 
 
 def step() -> None:
@@ -43,3 +45,12 @@ def declare(
         "parallelism": parallelism,
     }
     _declared.update({name: value for name, value in given.items() if value is not None})
+
+
+def count_tokens(tokens: float) -> None:
+    """Say how many tokens this rank works on, as often as there are any: for a mixture of experts, the rows that its
+    experts received. A rank that works longer because it got more tokens is not slow. Takes a number, not a tensor:
+    reading one would wait for the device."""
+    global _tokens
+    if isinstance(tokens, (int, float)) and 0 <= tokens < 1e18:
+        _tokens = (_tokens or 0.0) + tokens

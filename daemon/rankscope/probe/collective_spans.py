@@ -255,6 +255,17 @@ class Spans:
 
         setattr(module, name, resolve_group)
 
+    def install_rpc(self, future_class: Any, is_active: Callable[[], bool]) -> None:
+        """Remote calls wait in futures, and so do other parts of torch, which is why RPC must be in use."""
+        original = future_class.wait
+        waiting = self._waiting(original, lambda future: (None, 0))
+
+        @functools.wraps(original)
+        def wait(future: Any, /) -> Any:
+            return waiting(future) if is_active() else original(future)
+
+        future_class.wait = hide_from_dynamo(wait)
+
     def install_input(self, dataloader: Any, look: Callable[[], None]) -> None:
         """On a device, what counts is how long it stood still for the data."""
         iterator = dataloader._BaseDataLoaderIter
@@ -287,9 +298,11 @@ class Spans:
         # Datasets may be compiled, as without us.
         iterator.__next__ = hide_from_dynamo(__next__, with_callees=False)
 
-    def install_backward(self, autograd: Any, look: Callable[[], None]) -> None:
-        """Around a backward pass the host is often the furthest ahead of the device. On the CPU DDP waits inside it."""
+    def install_backward(self, autograd: Any, look: Callable[[], None], passed: Callable[[], None]) -> None:
+        """Around a backward pass the host is often the furthest ahead of the device. On the CPU DDP waits inside it.
+        `passed` is called after every pass that accumulates gradients and is not inside another."""
         original, tally, now = autograd._engine_run_backward, self._tally, time.monotonic_ns
+        is_inside = False
 
         def looked() -> None:
             if self.clock is not None and switch.on:
@@ -313,13 +326,18 @@ class Spans:
 
         @functools.wraps(original)
         def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
             looked()
             start_ns = begin()
+            is_outermost, is_inside = not is_inside, True
             try:
                 result = original(*args, **kwargs)
             finally:
                 end(start_ns)
+                is_inside = not is_outermost
             looked()
+            if is_outermost and kwargs.get("accumulate_grad"):
+                passed()
             return result
 
         # Hooks that run inside may be compiled, as without us.

@@ -7,6 +7,8 @@ import math
 import os
 from typing import Any, Callable, Dict, Optional, Tuple
 
+import rankscope.probe as api
+
 from . import _declared, declaration
 from .failure import complain
 from .nccl_plugin import NcclPlugin
@@ -21,6 +23,8 @@ class Facts:
         self._mesh: Tuple[int, Dict[str, int]] = (0, {})
         self._meshes: list[Any] = []
         self.counted_flops: Optional[float] = None
+        self._tokens = 0.0  # at the last call
+        self._rate: Optional[float] = None  # tokens per step
         self.nccl = NcclPlugin()
 
     def watch_meshes(self, module: Any) -> None:
@@ -36,7 +40,8 @@ class Facts:
 
         mesh_class.__init__ = __init__
 
-    def gather(self) -> Dict[str, Any]:
+    def gather(self, steps: int = 0) -> Dict[str, Any]:
+        """`steps` were made since the last call."""
         torch = self._torch
         rank, world_size = self._rank()
         facts: Dict[str, Any] = {"torch_version": str(torch.__version__), "rank": rank, "world_size": world_size}
@@ -53,7 +58,17 @@ class Facts:
         facts["nccl_descriptor"], facts["nccl_reason"] = self.nccl.descriptor, self.nccl.reason or None
         cost_ratio = self.nccl.turns.cost_ratio
         facts["nccl_cost_ratio"] = None if math.isnan(cost_ratio) else cost_ratio
+        facts["tokens_per_step"] = self._tokens_per_step(steps)
         return {name: value for name, value in facts.items() if value is not None}
+
+    def _tokens_per_step(self, steps: int) -> Optional[float]:
+        tokens = api._tokens
+        if tokens is None:
+            return None
+        counted, self._tokens = tokens - self._tokens, tokens
+        if steps > 0:
+            self._rate = counted / steps
+        return self._rate
 
     def _rank(self) -> Tuple[Optional[int], Optional[int]]:
         distributed = self._torch.distributed

@@ -191,7 +191,7 @@ class Session:
             if self._recorded.is_on and self._device is not None and steps > 0:
                 self._recorded.read(self._torch, self.spans.groups, (now_ns - since_ns) * 1e-9 / steps)
         ring.write_live(self._memory, self._collectives)
-        ring.write_facts(self.facts.gather())
+        ring.write_facts(self.facts.gather(steps if since_ns else 0))
         if not self._watching and self._collectives != UNKNOWN_COLLECTIVES:
             self._watching = True
             atexit.register(self._leave)

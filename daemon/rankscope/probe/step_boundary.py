@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 import weakref
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 from . import graph_steps
 from .failure import disable, switch
@@ -74,8 +74,9 @@ def install_optimizer_hooks(
     is_compiling: Callable[[], bool],
     scaler_class: Any = None,
     cuda: Any = None,
-) -> Callable[[], None]:
-    """Registers the global hooks; returns what rankscope.probe.step() calls. A step that torch's GradScaler
+) -> Tuple[Callable[[], None], Callable[[], None]]:
+    """Registers the global hooks; returns what rankscope.probe.step() calls, and what ends a step where there is no
+    optimizer. A step that torch's GradScaler
     (`scaler_class`) leaves out because of an overflow took its time all the same, and counts. So does the replay of a
     CUDA graph that holds a step (`cuda` is torch's module).
 
@@ -148,17 +149,25 @@ def install_optimizer_hooks(
         plain_until_ns = 0
 
     def mark() -> None:
-        nonlocal explicit, flush_at_ns, plain_until_ns
+        nonlocal explicit, plain_until_ns
         if not switch.on:
             return
         try:
             explicit, plain_until_ns = True, 0
-            end_ns = ledger[last_end] = now()
-            ledger[steps] += 1
-            if end_ns >= flush_at_ns:
-                flush_at_ns = flush(end_ns)
+            count_step()
         except Exception as error:
             disable(error)
+
+    def count_step() -> None:
+        nonlocal flush_at_ns
+        end_ns = ledger[last_end] = now()
+        ledger[steps] += 1
+        if end_ns >= flush_at_ns:
+            flush_at_ns = flush(end_ns)
+
+    def mark_implicitly() -> None:
+        if not explicit:
+            count_step()
 
     if scaler_class is not None:
         scaled_step = scaler_class.step
@@ -181,4 +190,4 @@ def install_optimizer_hooks(
     hidden_after = hide_from_dynamo(lambda *arguments: after(*arguments))
     optimizer_module.register_optimizer_step_pre_hook(keep_frame_from_dynamo(before))
     optimizer_module.register_optimizer_step_post_hook(keep_frame_from_dynamo(after))
-    return hide_from_dynamo(mark)
+    return hide_from_dynamo(mark), hide_from_dynamo(mark_implicitly)

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict
 
 import rankscope.probe as api
 
+from .backward_steps import BackwardSteps
 from .nvtx_ranges import annotate_ranges
 from .session import Session
 from .step_boundary import install_optimizer_hooks
@@ -18,8 +19,9 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
     session = Session(torch)
     tally = session.tally
     scaler_class = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
-    mark = install_optimizer_hooks(
-        sys.modules["torch.optim.optimizer"],
+    optimizers = sys.modules["torch.optim.optimizer"]
+    mark, mark_implicitly = install_optimizer_hooks(
+        optimizers,
         tally,
         session.flush,
         torch.compiler.is_dynamo_compiling,
@@ -28,7 +30,11 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
     )
     time_checkpoints(torch, tally)
     annotate_ranges(torch)
-    session.spans.install_backward(torch.autograd, session.look_at_device)
+    backward_steps = BackwardSteps(mark_implicitly)
+    backward_steps.watch(optimizers.Optimizer)
+    session.spans.install_backward(
+        torch.autograd, session.look_at_device, hide_from_dynamo(lambda: backward_steps.passed())
+    )
 
     def explicit_step() -> None:
         session.mark_explicit()
@@ -44,6 +50,9 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
         session.facts.nccl.watch(torch._C._distributed_c10d)
         parts["torch.distributed._functional_collectives"] = session.spans.install_functional
         parts["torch.nn.parallel.distributed"] = lambda module: session.sampler.watch(module.DistributedDataParallel)
+        parts["torch.distributed.rpc.api"] = lambda module: session.spans.install_rpc(
+            torch._C.Future, module._is_current_rpc_agent_set
+        )
         parts["torch.distributed.device_mesh"] = session.facts.watch_meshes
     for name in [name for name in parts if name in sys.modules]:
         parts.pop(name)(sys.modules[name])

@@ -37,6 +37,7 @@ class _VerdictKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerdictKi
     VERDICT_KIND_LOW_MFU: _VerdictKind.ValueType  # 8
     VERDICT_KIND_HANG: _VerdictKind.ValueType  # 9
     VERDICT_KIND_INSUFFICIENT_DATA: _VerdictKind.ValueType  # 10
+    VERDICT_KIND_SLOW_SERVER: _VerdictKind.ValueType  # 11
 
 class VerdictKind(_VerdictKind, metaclass=_VerdictKindEnumTypeWrapper): ...
 
@@ -51,6 +52,7 @@ VERDICT_KIND_INPUT_BOUND: VerdictKind.ValueType  # 7
 VERDICT_KIND_LOW_MFU: VerdictKind.ValueType  # 8
 VERDICT_KIND_HANG: VerdictKind.ValueType  # 9
 VERDICT_KIND_INSUFFICIENT_DATA: VerdictKind.ValueType  # 10
+VERDICT_KIND_SLOW_SERVER: VerdictKind.ValueType  # 11
 Global___VerdictKind: _TypeAlias = VerdictKind  # noqa: Y015
 
 class _Severity:
@@ -145,6 +147,7 @@ class Verdict(_message.Message):
     CAUSE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    ASYNCHRONOUS_FIELD_NUMBER: _builtins.int
     kind: Global___VerdictKind.ValueType
     severity: Global___Severity.ValueType
     confidence: Global___Confidence.ValueType
@@ -156,6 +159,8 @@ class Verdict(_message.Message):
     reason: _builtins.str
     """one sentence for people"""
     since_unix_nanos: _builtins.int
+    asynchronous: _builtins.str
+    """of an asynchronous run: its workers, their throughput and staleness, in words"""
     @_builtins.property
     def culprits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -174,10 +179,11 @@ class Verdict(_message.Message):
         cause: Global___Cause | None = ...,
         reason: _builtins.str = ...,
         since_unix_nanos: _builtins.int = ...,
+        asynchronous: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "_lost_gpu_seconds", b"_lost_gpu_seconds", "_stage", b"_stage", "cause", b"cause", "impact_ratio", b"impact_ratio", "lost_gpu_seconds", b"lost_gpu_seconds", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "_lost_gpu_seconds", b"_lost_gpu_seconds", "_stage", b"_stage", "cause", b"cause", "confidence", b"confidence", "culprits", b"culprits", "group", b"group", "impact_ratio", b"impact_ratio", "kind", b"kind", "lost_gpu_seconds", b"lost_gpu_seconds", "reason", b"reason", "severity", b"severity", "since_unix_nanos", b"since_unix_nanos", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "_lost_gpu_seconds", b"_lost_gpu_seconds", "_stage", b"_stage", "asynchronous", b"asynchronous", "cause", b"cause", "confidence", b"confidence", "culprits", b"culprits", "group", b"group", "impact_ratio", b"impact_ratio", "kind", b"kind", "lost_gpu_seconds", b"lost_gpu_seconds", "reason", b"reason", "severity", b"severity", "since_unix_nanos", b"since_unix_nanos", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__impact_ratio: _TypeAlias = _typing.Literal["impact_ratio"]  # noqa: Y015
     _WhichOneofArgType__impact_ratio: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio"]  # noqa: Y015

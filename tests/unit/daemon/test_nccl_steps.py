@@ -76,7 +76,7 @@ def step(writer: Writer, flags: int = FLAGS) -> None:
 def played(writer: Writer, nccl: NcclWriter, descriptor: int, flags: int = FLAGS) -> StepSample:
     """The second look, at three steps with a collective of 8, 20 and 8 ms."""
     collector = StepsCollector()
-    writer.ring.write_facts({"nccl_descriptor": descriptor, "nccl_cost_ratio": 0.0015})
+    writer.ring.write_facts({"nccl_descriptor": descriptor, "nccl_cost_ratio": 0.0015, "tokens_per_step": 512.0})
     step(writer)
     writer.ring.write_groups([(*EXPOSED, 10, 0.2, 0.5), (7, 4, 2, ring_layout.GROUP_OVERLAPPED, 10, 0.2, 0.5)])
     assert sample_of(collector).groups == ()
@@ -101,6 +101,7 @@ def test_nccls_times_take_the_place_of_the_probes(writer: Writer, nccl: NcclWrit
     made = window_of(sample)
     assert made.wait_source == "NCCL"
     assert made.nccl_cost_ratio == pytest.approx(0.0015)
+    assert made.tokens_per_step == 512.0
 
 
 def test_bandwidth_and_bytes_of_a_group_reach_the_window(writer: Writer, nccl: NcclWriter) -> None:

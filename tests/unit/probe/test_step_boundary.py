@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.probe import step_boundary, torch_timers
+from rankscope.probe import backward_steps, step_boundary, torch_timers
+from rankscope.probe.backward_steps import BackwardSteps
 from rankscope.probe.failure import switch
 
 Hook = Callable[[Any, Any, Any], None]
@@ -54,7 +55,7 @@ class Loop:
         self.is_capturing = False
         self.scaler, self.graph_class = Scaler(), Graph
         cuda = SimpleNamespace(CUDAGraph=Graph, is_current_stream_capturing=lambda: self.is_capturing)
-        self.mark = step_boundary.install_optimizer_hooks(
+        self.mark, self.mark_implicitly = step_boundary.install_optimizer_hooks(
             self, self.tally, self.flush, lambda: self.is_compiling, Scaler, cuda
         )
 
@@ -259,3 +260,34 @@ def test_a_capture_that_fails_to_begin_leaves_nothing_behind() -> None:
     loop.is_capturing = True
     loop.step(optimizer)
     assert loop.steps == 1
+
+
+def test_backward_passes_are_steps_where_no_optimizer_is_made() -> None:
+    loop = Loop()
+    steps = BackwardSteps(loop.mark_implicitly)
+    for _ in range(backward_steps.PASSES_NEEDED + 4):
+        steps.passed()
+    assert loop.tally.ledger[torch_timers.STEPS] == 5
+
+
+def test_backward_passes_are_no_steps_once_an_optimizer_is_made() -> None:
+    class Made:
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
+
+    loop = Loop()
+    steps = BackwardSteps(loop.mark_implicitly)
+    steps.watch(Made)
+    assert Made(0.1).rate == 0.1
+    for _ in range(backward_steps.PASSES_NEEDED + 4):
+        steps.passed()
+    assert loop.tally.ledger[torch_timers.STEPS] == 0
+
+
+def test_backward_passes_are_no_steps_where_steps_are_marked() -> None:
+    loop = Loop()
+    steps = BackwardSteps(loop.mark_implicitly)
+    loop.mark()
+    for _ in range(backward_steps.PASSES_NEEDED + 4):
+        steps.passed()
+    assert loop.tally.ledger[torch_timers.STEPS] == 1

@@ -99,7 +99,7 @@ def test_backward_passes_are_timed_once_and_by_the_training_thread() -> None:
             raise RuntimeError("out of memory")
 
     autograd._engine_run_backward = run
-    Spans(torch, tally).install_backward(autograd, look=lambda: None)
+    Spans(torch, tally).install_backward(autograd, look=lambda: None, passed=lambda: None)
     start_ns = time.monotonic_ns()
     with pytest.raises(RuntimeError, match="out of memory"):
         autograd._engine_run_backward(2)
@@ -108,3 +108,42 @@ def test_backward_passes_are_timed_once_and_by_the_training_thread() -> None:
     with pytest.raises(RuntimeError):
         autograd._engine_run_backward(0)
     assert tally.ledger[torch_timers.BACKWARD] == 0
+
+
+def test_outermost_passes_that_accumulate_gradients_are_told() -> None:
+    """Not those inside another, where activations are computed again, nor those of autograd.grad."""
+    torch = SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), distributed=SimpleNamespace())
+    autograd, passed = SimpleNamespace(), []
+
+    def run(depth: int, accumulate_grad: bool) -> None:
+        if depth < 0:
+            raise RuntimeError("out of memory")
+        if depth:
+            autograd._engine_run_backward(depth - 1, accumulate_grad=accumulate_grad)
+
+    autograd._engine_run_backward = run
+    Spans(torch, tally_of_this_thread()).install_backward(autograd, lambda: None, lambda: passed.append(1))
+    autograd._engine_run_backward(2, accumulate_grad=True)
+    assert len(passed) == 1
+    autograd._engine_run_backward(2, accumulate_grad=False)
+    with pytest.raises(RuntimeError):
+        autograd._engine_run_backward(-1, accumulate_grad=True)
+    assert len(passed) == 1
+    autograd._engine_run_backward(0, accumulate_grad=True)
+    assert len(passed) == 2
+
+
+def test_waits_for_futures_count_while_rpc_is_in_use() -> None:
+    class Future:
+        def wait(self) -> str:
+            time.sleep(0.002)
+            return "answer"
+
+    torch = SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), distributed=SimpleNamespace())
+    tally, active = tally_of_this_thread(), False
+    Spans(torch, tally).install_rpc(Future, lambda: active)
+    assert Future().wait() == "answer"
+    assert tally.ledger[torch_timers.BLOCKING] == 0
+    active = True
+    assert Future().wait() == "answer"
+    assert tally.ledger[torch_timers.BLOCKING] >= 2_000_000

@@ -13,7 +13,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from rankscope.analysis.verdicts.findings import ReadyWindow, observe
+from rankscope.analysis.verdicts.asynchronous import Cadence, StepCounts, ends_steps_together, split
+from rankscope.analysis.verdicts.findings import Observation, ReadyWindow, observe, observe_workers
 from rankscope.analysis.verdicts.hang import find_hang
 from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.long_steps import LongStepHistory
@@ -22,7 +23,7 @@ from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
 from rankscope.analysis.verdicts.stack_verdict import StackJudge
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, ranks
 from rankscope.analysis.verdicts.window_merge import merge_evidence, merge_windows
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
@@ -37,11 +38,13 @@ LONGEST_PATIENCE = 150
 CLOCK_TOLERANCE_SECONDS = 0.25
 # A finding of captures stands until so many more could have come.
 CAPTURES_MISSED = 3
+# Windows in which some ranks have steps and others never had any.
+UNKNOWN_WINDOWS = 10
 IN_CAPTURES = " (in captured steps)"
 # What only a cause or a stall needs is left out of the comparison, as every column costs a fleet time.
 ONLY_FOR_CAUSES = (
     *("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds"),
-    *("long_ratio", "late_ratio", "late_ahead_seconds"),
+    *("long_ratio", "late_ratio", "late_ahead_seconds", "tokens_per_step"),
 )
 
 
@@ -91,6 +94,7 @@ class JobDetector:
         self._damper = Damper(policy)
         self._baseline = TransferBaseline()
         self._long_steps = LongStepHistory()
+        self._step_counts = StepCounts()
         self._steps_seen = 0.0
         self._unmeasured = 0
         self._patience = policy.windows_kept  # for windows in which waiting was not measured
@@ -121,6 +125,8 @@ class JobDetector:
         """Take a window; return the stretch that is now ready for comparing ranks, if one is."""
         self._raw.append(window)
         self._captures.advance(window.window_seconds)
+        self._count_steps(window)
+        window = self._without_servers(window)
         steps = window.columns.steps
         fewest = steps.min(initial=np.inf)
         if fewest >= STEPS_PER_WINDOW and not self._pending and not window.is_captured:
@@ -140,6 +146,28 @@ class JobDetector:
             around = tuple(self._raw)
             return replace(ready, evidence=lambda: merge_evidence(around))
         return ready
+
+    def _count_steps(self, window: JobWindow) -> None:
+        counts, before = self._step_counts, self._step_counts.cadence
+        counts.add(window, self._policy)
+        if Cadence.ASYNCHRONOUS in (before, counts.cadence) and counts.cadence is not before:
+            # What was compared so far are other ranks, and by other rules.
+            self._pending.clear()
+            self._recent = RecentWindows(self._policy)
+            self._damper = Damper(self._policy)
+            self.verdict = Verdict(Kind.INSUFFICIENT_DATA, f"the run is {counts.cadence.value}: no window compared yet")
+
+    def _without_servers(self, window: JobWindow) -> JobWindow:
+        counts = self._step_counts
+        if counts.cadence is not Cadence.ASYNCHRONOUS or window.is_captured:
+            return window
+        is_worker = counts.is_worker(window.columns)
+        return split(window, is_worker, counts.servers) if is_worker.any() else window
+
+    def _observe(self, ready: ReadyWindow) -> Observation:
+        if ready.window.asynchronous is not None:
+            return observe_workers(ready, self._policy)
+        return observe(ready, self._baseline, self._long_steps, self._policy)
 
     def judge(self, ready: ReadyWindow | None) -> Verdict:
         """The verdict after the window last absorbed."""
@@ -182,11 +210,11 @@ class JobDetector:
                 return self._captures.settle(self._judge_stacks)
             if self.verdict.kind is Kind.HANG:
                 return Verdict(Kind.INSUFFICIENT_DATA, "moving again; no window compared yet")
-            return None
-        summary = ready.summary
-        if summary.ranks_measured < self._policy.ranks_seen_ratio * latest.world_size:
+            return self._unknown_steps(latest)
+        summary, world_size = ready.summary, ready.window.world_size
+        if summary.ranks_measured < self._policy.ranks_seen_ratio * world_size:
             self._unmeasured += 1
-            missing = f"waiting on others is measured on {summary.ranks_measured:.0f} of {latest.world_size} ranks"
+            missing = f"waiting on others is measured on {summary.ranks_measured:.0f} of {world_size} ranks"
             if self._captures.count:
                 return self._captures.settle(lambda: self._judge_stacks(missing))
             if self._steps_seen and self._unmeasured <= self._patience:
@@ -209,10 +237,23 @@ class JobDetector:
         if self._steps_seen < self._policy.steps_needed:
             reason = f"{self._steps_seen:.0f} steps seen, {self._policy.steps_needed} needed"
             return Verdict(Kind.INSUFFICIENT_DATA, reason)
+        if self._step_counts.cadence is Cadence.DRIFTING:
+            return Verdict(
+                Kind.INSUFFICIENT_DATA, "ranks without collectives step apart; asynchronous, if that goes on"
+            )
         skew = ready.window.clock_skew_seconds
-        if skew is not None and skew > self._step_seconds + CLOCK_TOLERANCE_SECONDS:
+        is_apart = skew is not None and skew > self._step_seconds + CLOCK_TOLERANCE_SECONDS
+        if is_apart and ends_steps_together(ready.window):
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
-        return self._recent.decide(observe(ready, self._baseline, self._long_steps, self._policy), self.verdict)
+        return self._recent.decide(self._observe(ready), self.verdict)
+
+    def _unknown_steps(self, latest: JobWindow) -> Verdict | None:
+        """Of a rank that runs no optimizer: the others' steps cannot be compared with it."""
+        unknown = latest.columns.rank[np.isnan(latest.columns.steps)].tolist()
+        if not unknown or self.verdict.kind is not Kind.INSUFFICIENT_DATA or len(self._pending) < UNKNOWN_WINDOWS:
+            return None
+        reason = f"no steps of {ranks(unknown)} are known; if it trains, call rankscope.probe.step() after each step"
+        return Verdict(Kind.INSUFFICIENT_DATA, reason)
 
     def _judge_stacks(self, missing: str = "no step records") -> Verdict:
         return self._stacks.judge(list(self._raw), self._policy, missing)

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
+from rankscope.analysis.verdicts.asynchronous import SlowServer, find_slow_server, with_own_shares
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
 from rankscope.analysis.verdicts.network_causes import network_evidence
 from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.token_balance import TokenImbalance, explained_by_tokens, find_token_imbalance
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
 # Pipeline stages are compared by their medians: a long stage is no rank's fault.
@@ -118,6 +120,9 @@ class Observation(NamedTuple):
     stalls: FoundStalls
     lost_by_all_seconds: float  # in long steps of all ranks
     is_moment_for_stacks: bool
+    tokens: TokenImbalance | None = None  # which explains `imbalance_impact_ratio`
+    server: SlowServer | None = None  # of an asynchronous run
+    is_asynchronous: bool = False
 
 
 def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStepHistory, policy: Policy) -> Observation:
@@ -134,7 +139,15 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
     if screen is not None and not any_outlier and summary.widest_cohort_spread >= summary.rank_ratio:
         outlier, screen, imbalance = _look_for_splits(window, screen, summary, policy)
         any_outlier = bool(outlier.any())
-    if not any_outlier:
+    tokens = None
+    if screen is not None and any_outlier:
+        explained = explained_by_tokens(window.columns, screen, policy)
+        if explained.any():
+            tokens = find_token_imbalance(window.columns, screen, explained)
+            screen = replace(screen, outlier=screen.outlier & ~explained)
+            outlier, imbalance = screen.outlier, tokens.impact_ratio
+            any_outlier = bool(outlier.any())
+    if not any_outlier and tokens is None:
         if summary.stages_known and summary.last_stage > 0:
             stage = find_slow_stage(window.columns, summary, policy)
             if stage is None:
@@ -163,6 +176,37 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
         stalls=long_steps.found,
         lost_by_all_seconds=long_steps.lost_by_all_seconds,
         is_moment_for_stacks=long_steps.is_moment_for_stacks,
+        tokens=tokens,
+    )
+
+
+def observe_workers(ready: ReadyWindow, policy: Policy) -> Observation:
+    """Of an asynchronous run. Its ranks do not wait for each other, so that there is no slow stage, no uneven data and
+    no stall that others would have to wait for."""
+    window, summary = ready.window, ready.summary
+    assert window.asynchronous is not None
+    screen = with_own_shares(ready.screen, window.columns, policy)
+    server = find_slow_server(window.columns, window.asynchronous, policy)
+    any_outlier = bool(screen.outlier.any())
+    return Observation(
+        window.columns,
+        window if any_outlier or server is not None else None,
+        screen if any_outlier else None,
+        summary,
+        remarkable=any_outlier or server is not None or _concerns_everyone(summary, policy),
+        outliers=frozenset(window.columns.rank[screen.outlier].tolist()),
+        lingering=frozenset(window.columns.rank[screen.lingering].tolist()),
+        impact_ratio=min(float(np.nansum(screen.impact_ratio)), 1.0),
+        stage=None,
+        stage_lingering=None,
+        transfer=None,
+        imbalance_impact_ratio=None,
+        late={},
+        stalls=FoundStalls(),
+        lost_by_all_seconds=0.0,
+        is_moment_for_stacks=False,
+        server=server,
+        is_asynchronous=True,
     )
 
 

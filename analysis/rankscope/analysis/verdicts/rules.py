@@ -11,6 +11,7 @@ import numpy as np
 
 from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, median_or_nan
+from rankscope.analysis.verdicts.asynchronous import pace, server_cause
 from rankscope.analysis.verdicts.causes import name_cause
 from rankscope.analysis.verdicts.findings import Observation
 from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
@@ -57,6 +58,7 @@ class RecentWindows:
         self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
         self._before = HEALTHY
         self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
+        self._usual_waits: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of the same windows
         self._cause_age = 0
         self._history = StackHistory()
         self._usual_stacks = StackHistory()
@@ -72,10 +74,18 @@ class RecentWindows:
         self._unremarkable = 0 if observation.remarkable else self._unremarkable + 1
         if not observation.remarkable and observation.summary.step_seconds > 0:
             self._usual_steps.append(observation.summary.usual_step_seconds)
+            if observation.is_asynchronous:
+                self._usual_waits.append(median_or_nan(observation.columns.wait_seconds))
+        verdict = self._apply_rules(observation, standing)
+        if observation.is_asynchronous:
+            verdict = replace(verdict, asynchronous=pace(observation.columns, verdict.culprits))
+        return verdict
+
+    def _apply_rules(self, observation: Observation, standing: Verdict) -> Verdict:
         if self._unremarkable >= len(self._recent) and not standing.kind.is_finding:
             return self._nothing()
         for rule in (
-            *(self._slow_ranks, self._slow_stage, self._slow_communication),
+            *(self._slow_server, self._slow_ranks, self._slow_stage, self._slow_communication),
             *(self._imbalance, self._jitter, self._input_bound),
         ):
             verdict = rule()
@@ -97,6 +107,35 @@ class RecentWindows:
 
     def _standing(self, kind: Kind) -> bool:
         return self._before.kind is kind and self._before.severity is Severity.ALARM
+
+    def _slow_server(self) -> Verdict | None:
+        """Before slow workers: while they wait for the server, a faster worker would only wait longer."""
+        found = [o.server for o in self._recent if o.server is not None]
+        if not found:
+            return None
+        severity = self._severity(len(found))
+        if self._standing(Kind.SLOW_SERVER) and len(found) >= self._policy.windows_for_warning:
+            severity = Severity.ALARM
+        if severity is None:
+            return None
+        server, window = found[-1], [o.window for o in self._recent if o.server is not None][-1]
+        usual = (
+            float(np.median(self._usual_waits)) if len(self._usual_waits) >= self._policy.windows_for_alarm else None
+        )
+        evidence = window.evidence().get(server.culprits[0]) if window is not None and server.culprits else None
+        cause = server_cause(server, evidence)
+        if not cause.frames and self._before.kind is Kind.SLOW_SERVER:
+            cause = replace(cause, phase=self._before.cause.phase, frames=self._before.cause.frames)
+        who = f"{ranks(server.culprits)}" if server.culprits else "a server whose steps are not known"
+        return Verdict(
+            Kind.SLOW_SERVER,
+            f"workers wait {percent(server.wait_ratio)} of the time for {who}",
+            severity,
+            Confidence.HIGH if server.is_sure else Confidence.LOW,
+            server.culprits,
+            impact_ratio=float(np.median([one.impact_ratio(usual) for one in found])),
+            cause=cause,
+        )
 
     def _slow_ranks(self) -> Verdict | None:
         seen = Counter(rank for observation in self._recent for rank in observation.outliers)
@@ -144,9 +183,8 @@ class RecentWindows:
         what = f"{milliseconds(own)} of own work a step against {milliseconds(usual)} of its peers"
         if stalls is not None:
             what = f"stalls {stalls}, while its peers wait for it"
-        reason = (
-            f"{group or ranks(culprits)}: {what}; without that, {percent(impact)} of the job's time would come back"
-        )
+        of = "the run's updates" if flagged[-1].is_asynchronous else "the job's time"
+        reason = f"{group or ranks(culprits)}: {what}; without that, {percent(impact)} of {of} would come back"
         return Verdict(
             Kind.SLOW_RANK, reason, severity, Confidence.HIGH, culprits, group=group, impact_ratio=impact, cause=cause
         )
@@ -155,7 +193,7 @@ class RecentWindows:
         """A rank that is late hides some communication, and makes other communication slower. Where the job's past is
         known, and the rank's excess is about what the job has lost since, that loss is what would come back."""
         step = median_or_nan(columns.usual_step_seconds)
-        if len(self._usual_steps) < self._policy.windows_for_alarm or not step > 0:
+        if len(self._usual_steps) < self._policy.windows_for_alarm or not step > 0 or self._recent[-1].is_asynchronous:
             return impact
         slowdown = 1 - float(np.median(self._usual_steps)) / step
         if slowdown < self._policy.impact_ratio:
@@ -246,7 +284,12 @@ class RecentWindows:
             return None
         if len(found) < self._policy.windows_for_alarm and not self._standing(Kind.DATA_IMBALANCE):
             return None  # a fault of one rank looks like it while it begins
-        return self._everyone(Kind.DATA_IMBALANCE, found, UNEVEN.reason, UNEVEN.cause)
+        tokens = [o.tokens for o in self._recent if o.tokens is not None]
+        if len(tokens) * 2 < len(found):
+            return self._everyone(Kind.DATA_IMBALANCE, found, UNEVEN.reason, UNEVEN.cause)
+        cause = Cause("unknown", (), str(tokens[-1]))
+        reason = f"{tokens[-1]}: the experts are unbalanced, and no rank is slow for its tokens"
+        return self._everyone(Kind.DATA_IMBALANCE, found, reason, cause)
 
     def _jitter(self) -> Verdict | None:
         stalls = self._recent[-1].stalls.in_turn

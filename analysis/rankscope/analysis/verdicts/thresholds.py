@@ -71,6 +71,20 @@ class Policy:
     mfu_target_ratio: float | None = threshold(
         None, "ratio", "MFU is low below this. Each job has its own target, or none."
     )
+    # Asynchronous runs.
+    asynchronous_steps: float = threshold(
+        10.0, "steps", "A run without collectives is asynchronous when its ranks are apart by this many steps."
+    )
+    asynchronous_ratio: float = threshold(
+        0.05, "ratio", "The same, as a share of the steps of the rank that is ahead; both must hold, and grow."
+    )
+    server_wait_ratio: float = threshold(
+        0.30, "ratio", "A server is the bottleneck when its workers wait for it for this share of their time."
+    )
+    server_busy_ratio: float = threshold(0.80, "ratio", "And when it works this share of its own time.")
+    unmeasured_server_wait_ratio: float = threshold(
+        0.50, "ratio", "A server of which no waiting is measured is the bottleneck when workers wait for this share."
+    )
     # Persistence.
     windows_kept: int = threshold(5, "windows", "Findings are counted over this many windows.")
     windows_for_alarm: int = threshold(3, "windows", "A finding in this many of them is an alarm.")

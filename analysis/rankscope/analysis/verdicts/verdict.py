@@ -44,6 +44,11 @@ class Kind(str, Enum):
         "ranks stall in turn, each in few steps: garbage collection, a page cache, neighbours of a machine",
         "ranks stall in turn{where}; no rank is to blame",
     )
+    SLOW_SERVER = (
+        "slow_server",
+        "the workers of an asynchronous run wait for their parameter server, which is at work all the time",
+        "the server{server} is the bottleneck",
+    )
     SLOW_COMMUNICATION = (
         "slow_communication",
         "no rank is late, but communication takes longer than earlier in the same job",
@@ -112,6 +117,8 @@ class Verdict:
     impact_ratio: float | None = None
     lost_gpu_seconds: float | None = None
     cause: Cause = Cause()
+    # Workers of an asynchronous run with their throughput and staleness, in words; empty of a synchronous one.
+    asynchronous: str = ""
 
     def __post_init__(self) -> None:
         """The impact is a share of the job's time, whatever was measured."""
@@ -145,6 +152,7 @@ def percent(ratio: float) -> str:
     return f"{ratio * 100:.0f} %"
 
 
+_NAMES_LINES = (Kind.SLOW_RANK, Kind.SLOW_SERVER, Kind.HANG)
 _LATE = {False: "its host is late", True: "its input is late"}
 
 
@@ -153,7 +161,12 @@ def headline(verdict: Verdict) -> str:
     who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
     what = verdict.kind.headline.format(
-        who=who, are=plural, stage=verdict.stage, reason=verdict.reason, where=_where(verdict.cause)
+        who=who,
+        are=plural,
+        stage=verdict.stage,
+        reason=verdict.reason,
+        where=_where(verdict.cause),
+        server=f" ({who})" if who else "",
     )
     if verdict.kind is Kind.HEALTHY and verdict.cause.evidence:
         what += f"; {verdict.cause.evidence}"
@@ -165,7 +178,7 @@ def headline(verdict: Verdict) -> str:
         what = f"communication is slow because of the network{shown}"
     if verdict.kind is Kind.HANG and who:
         what += f": {who} {_HUNG.get(verdict.cause.phase, 'never entered the collective').format(is_=plural)}"
-    if verdict.kind in (Kind.SLOW_RANK, Kind.HANG) and verdict.culprits:
+    if verdict.kind in _NAMES_LINES and verdict.culprits:
         what += because(verdict)
     if verdict.kind.is_finding and verdict.confidence is Confidence.LOW:
         what += " (low confidence)"
@@ -219,7 +232,7 @@ def evidence(verdict: Verdict) -> str:
     """Of the cause of a rank that is slow or hangs, where the headline does not have it."""
     is_in_headline = verdict.cause.phase == "throttled" or verdict.cause.bound == DEVICE
     is_in_headline = is_in_headline and not verdict.cause.stalls
-    return "" if is_in_headline or verdict.kind not in (Kind.SLOW_RANK, Kind.HANG) else verdict.cause.evidence
+    return "" if is_in_headline or verdict.kind not in _NAMES_LINES else verdict.cause.evidence
 
 
 def explanation(verdict: Verdict) -> str:
@@ -235,8 +248,10 @@ def gist(verdict: Verdict) -> str:
 
 
 def loss(verdict: Verdict) -> str:
-    """`costs 41 % of the job, 0.02 GPU-hours so far`; empty if nothing is lost."""
+    """`costs 41% of the job, 0.02 GPU-hours so far`; empty if nothing is lost. Of an asynchronous run, updates are
+    lost, and no rank's time but that of the culprits and of who waits for a server."""
     if verdict.impact_ratio is None or not verdict.kind.is_finding:
         return ""
     lost = f", {verdict.lost_gpu_seconds / 3600:.3f} GPU-hours so far" if verdict.lost_gpu_seconds else ""
-    return f"costs {verdict.impact_ratio:.0%} of the job{lost}"
+    of = "the run's updates" if verdict.asynchronous else "the job"
+    return f"costs {verdict.impact_ratio:.0%} of {of}{lost}"

@@ -40,6 +40,7 @@ NAMES_LIMIT_CHARACTERS = 16 << 10
 _COUNTS = {
     "steps",
     "self_steps",
+    "tokens_per_step",
     "steps_total",
     "last_step_unix_seconds",
     *(name for name in SHOWN_FIGURES if name.endswith(("_bytes", "_hertz"))),

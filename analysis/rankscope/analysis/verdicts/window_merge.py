@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.analysis.verdicts.gpu_throttling import merge_gpus
 from rankscope.analysis.verdicts.stack_profiles import merge_profiles
-from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
+from rankscope.analysis.verdicts.windows import AsynchronousRun, JobWindow, RankColumns, RankEvidence
 
 _KEYS = {"job", "rank", "stage", "place"}
 _OF_LONG_STEPS = {"long_seconds", "late_seconds", "long_ratio", "late_ratio", "late_ahead_seconds"}
@@ -76,4 +76,10 @@ def merge_windows(windows: Sequence[JobWindow]) -> JobWindow:
         window_seconds=sum(window.window_seconds for window in windows),
         columns=merge_columns([window.columns for window in windows]),
         evidence=lambda: merge_evidence(kept),
+        asynchronous=_merge_runs([window.asynchronous for window in windows]),
     )
+
+
+def _merge_runs(runs: Sequence[AsynchronousRun | None]) -> AsynchronousRun | None:
+    known = [run for run in runs if run is not None]
+    return replace(known[-1], servers=merge_columns([run.servers for run in known])) if known else None

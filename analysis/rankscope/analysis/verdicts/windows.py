@@ -58,6 +58,7 @@ class RankColumns:
     long_ratio: Floats  # of the steps, that were long
     late_ratio: Floats  # of the steps, that were long because of this rank
     late_ahead_seconds: Floats  # of `late_seconds`, by how much its host got further ahead meanwhile
+    tokens_per_step: Floats  # that the rank works on, where its program counts them
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -186,6 +187,14 @@ class RankEvidence:
     gpu: GpuEvidence | None = None  # where it uses exactly one
 
 
+@dataclass(frozen=True)
+class AsynchronousRun:
+    """Beside the columns of the workers, in a window of an asynchronous run."""
+
+    servers: RankColumns
+    unknown_ranks: tuple[int, ...]  # that have no steps
+
+
 @dataclass(frozen=True, slots=True)
 class JobWindow:
     """One window of one job. Rows of `columns` are in the order of `rank`."""
@@ -205,3 +214,7 @@ class JobWindow:
     network: Callable[[], Mapping[int, NodeNetwork]] = field(default=dict)
     # Steps are known only now and then, from captures: most windows have none, and stacks go on counting.
     is_captured: bool = False
+    # Whether ranks meet in collectives, as far as is known.
+    has_collectives: bool = True
+    # The rest of a window of which `columns` has the workers only (asynchronous.py).
+    asynchronous: AsynchronousRun | None = None

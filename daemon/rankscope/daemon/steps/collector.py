@@ -294,6 +294,7 @@ def parse_facts(text: bytes) -> ProbeFacts:
         nccl_descriptor=_index(found.get("nccl_descriptor")),
         nccl_reason=_text(found.get("nccl_reason")),
         nccl_cost_ratio=_ratio(found.get("nccl_cost_ratio")),
+        tokens_per_step=_amount(found.get("tokens_per_step")),
     )
 
 
@@ -302,10 +303,14 @@ def _index(value: object) -> int | None:
 
 
 def _positive(value: object) -> float | None:
+    return _amount(value) or None
+
+
+def _amount(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     # Compared before conversion: an integer of thousands of digits is valid JSON but not a float.
-    return float(value) if 0 < value < FLOPS_AT_MOST and math.isfinite(value) else None
+    return float(value) if 0 <= value < FLOPS_AT_MOST and math.isfinite(value) else None
 
 
 def _ratio(value: object) -> float | None:

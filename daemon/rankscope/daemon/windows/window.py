@@ -289,6 +289,9 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
     if sample.facts.nccl_cost_ratio is not None:
         window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
         names.append("nccl_cost_ratio")
+    if sample.facts.tokens_per_step is not None:
+        window.tokens_per_step = sample.facts.tokens_per_step
+        names.append("tokens_per_step")
     reason = sample.facts.nccl_reason
     if sample.is_blind and not window.wait_source and len(window.problems) < PROBLEMS_KEPT:
         window.problems.append(printable(f"{BLIND}; {reason}" if reason else BLIND, PROBLEM_CHARACTERS))
@@ -414,7 +417,7 @@ def window_columns(windows: Sequence[RankWindow], span: Span) -> WindowColumns:
 
 
 def _column_values(window: RankWindow) -> dict[str, float]:
-    row = step_means(window) | measured(window, ("steps", "steps_total", "mfu_ratio"))
+    row = step_means(window) | measured(window, ("steps", "steps_total", "mfu_ratio", "tokens_per_step"))
     if window.HasField("wait_seconds"):
         row["transfer_seconds"] = window.wait_seconds.p10
     if window.self_seconds.p10 > 0:

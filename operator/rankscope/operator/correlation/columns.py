@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
-from rankscope.analysis.verdicts.exposed_communication import GroupSpans, group_waits
+from rankscope.analysis.verdicts.exposed_communication import POINT_TO_POINT, GroupSpans, group_waits
 from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RANK_FIGURES, columns
 from rankscope.analysis.verdicts.windows import (
     MAX_COMMUNICATORS,
@@ -34,10 +34,10 @@ from rankscope.operator.correlation.node_networks import node_networks
 from rankscope.v1 import window_pb2
 
 # Rows of the table of figures.
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _LONG, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _FORWARD, _LONG, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
     FIGURES.index,
     (
-        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "long")),
+        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "forward", "long")),
         *("steps_total", "last_step_unix_seconds", "is_captured", f"group0_{GROUP_FIGURES[0]}"),
     ),
 )
@@ -88,15 +88,16 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     is_captured = [False] * len(parts)
     if captured.any():
         is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
+    collectives = _have_collectives(figures, job, len(parts))
     skews = _clock_skews(figures, job, layouts, next(iter(ticks.values())).shifts)
     made = {}
-    for (name, tick), windows, layout, part, captured_only, skew in zip(
-        ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
+    for (name, tick), windows, layout, part, captured_only, skew, meets in zip(
+        ticks.items(), ordered, layouts, parts, is_captured, skews, collectives, strict=True
     ):
         # A copy, because detectors keep windows: a view would keep the whole fleet's tick in memory.
         kept = figures[: len(RANK_FIGURES), part].copy()
         rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
-        made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only)
+        made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only, meets)
     return made
 
 
@@ -140,6 +141,7 @@ def _job_window(
     place_names: Mapping[int, str],
     skew_seconds: float | None,
     is_captured: bool,
+    has_collectives: bool,
 ) -> JobWindow:
     last = windows[-1]
     return JobWindow(
@@ -154,7 +156,16 @@ def _job_window(
         place_names=place_names,
         network=lambda: node_networks(windows, columns.place),
         is_captured=is_captured,
+        has_collectives=has_collectives,
     )
+
+
+def _have_collectives(figures: Floats, job: Ints, jobs: int) -> list[bool]:
+    """Of each job, whether a rank has a process group that does more than send and receive, or DDP's timers."""
+    kinds = figures[_GROUP + GROUP_FIGURES.index("kind") :: len(GROUP_FIGURES)]
+    meets = (~np.isnan(kinds) & (kinds != POINT_TO_POINT)).any(axis=0)
+    meets |= ~np.isnan(figures[_FORWARD])
+    return [bool(count) for count in np.bincount(job[meets], minlength=jobs)]
 
 
 def _clock_skews(

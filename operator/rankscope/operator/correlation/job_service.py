@@ -70,6 +70,7 @@ def verdict_message(verdict: Verdict, since_unix_seconds: float) -> job_service_
         group=verdict.group,
         cause=_cause(verdict.cause),
         reason=verdict.reason,
+        asynchronous=verdict.asynchronous,
         since_unix_nanos=int(since_unix_seconds * 1e9),
     )
     for name in ("stage", "impact_ratio", "lost_gpu_seconds"):
@@ -107,6 +108,7 @@ def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
         impact_ratio=message.impact_ratio if message.HasField("impact_ratio") else None,
         lost_gpu_seconds=message.lost_gpu_seconds if message.HasField("lost_gpu_seconds") else None,
         cause=Cause(message.cause.phase, frames, message.cause.evidence, message.cause.bound, message.cause.stalls),
+        asynchronous=message.asynchronous,
     )
 
 

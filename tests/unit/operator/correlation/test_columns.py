@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rankscope.operator.correlation.columns import evidence_of, stall_of
+from rankscope.probe import ring_layout
 from rankscope.v1 import identity_pb2, window_pb2
 from rankscope.v1.window_pb2 import StepStatistics
 from tests.daemon_messages import job_window
@@ -106,3 +107,15 @@ def test_gpu_errors_are_evidence_with_their_time_span() -> None:
     gpu = evidence_of(a_window(gpu=usage)).gpu
     assert gpu is not None and (gpu.ecc_errors, gpu.ecc_uncorrected_errors) == (12, 2)
     assert (gpu.xids, gpu.row_remap_pending, gpu.seconds) == (0, True, 2.0)
+
+
+def test_groups_of_messages_only_are_no_collectives() -> None:
+    def exchanging(rank: int, *kinds: int) -> window_pb2.RankWindow:
+        groups = [window_pb2.GroupSpan(number=7, size=2, kind=kind, samples=3, step_seconds=0.1) for kind in kinds]
+        return a_window(rank=rank, steps=20, step_seconds=StepStatistics(mean=0.1), groups=groups)
+
+    with_ddp = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), forward_seconds=0.03)
+    assert job_window([with_ddp], 2).has_collectives
+    messages = ring_layout.GROUP_POINT_TO_POINT
+    assert not job_window([exchanging(0, messages), exchanging(1)], 2).has_collectives
+    assert job_window([exchanging(0, messages), exchanging(1, messages, ring_layout.GROUP_EXPOSED)], 2).has_collectives
