@@ -76,9 +76,8 @@ def install_optimizer_hooks(
     cuda: Any = None,
 ) -> Tuple[Callable[[], None], Callable[[], None]]:
     """Registers the global hooks; returns what rankscope.probe.step() calls, and what ends a step where there is no
-    optimizer. A step that torch's GradScaler
-    (`scaler_class`) leaves out because of an overflow took its time all the same, and counts. So does the replay of a
-    CUDA graph that holds a step (`cuda` is torch's module).
+    optimizer. A step that torch's GradScaler (`scaler_class`) leaves out because of an overflow took its time all the
+    same, and counts. So does the replay of a CUDA graph that holds a step (`cuda` is torch's module).
 
     `flush(now)` writes a record about the steps since the last and returns when it wants to be called again: packing
     one costs 5 µs where torch's own bookkeeping around a step keeps evicting us from the processor's caches."""
@@ -166,7 +165,8 @@ def install_optimizer_hooks(
             flush_at_ns = flush(end_ns)
 
     def mark_implicitly() -> None:
-        if not explicit:
+        # An optimizer that was unpickled was never made in this process, but steps.
+        if not explicit and not anchor.optimizer_id:
             count_step()
 
     if scaler_class is not None:

@@ -284,6 +284,16 @@ def test_backward_passes_are_no_steps_once_an_optimizer_is_made() -> None:
     assert loop.tally.ledger[torch_timers.STEPS] == 0
 
 
+def test_backward_passes_are_no_steps_once_an_optimizer_steps() -> None:
+    """Unpickled, it was never made in this process."""
+    loop, optimizer = Loop(), Optimizer()
+    steps = BackwardSteps(loop.mark_implicitly)
+    for _ in range(backward_steps.PASSES_NEEDED + 4):
+        steps.passed()
+        loop.step(optimizer)
+    assert loop.steps == backward_steps.PASSES_NEEDED + 4
+
+
 def test_backward_passes_are_no_steps_where_steps_are_marked() -> None:
     loop = Loop()
     steps = BackwardSteps(loop.mark_implicitly)

@@ -200,6 +200,7 @@ def observe_workers(ready: ReadyWindow, policy: Policy) -> Observation:
         stage=None,
         stage_lingering=None,
         transfer=None,
+        network="",
         imbalance_impact_ratio=None,
         late={},
         stalls=FoundStalls(),
