@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import FINDINGS, Cause, Confidence, Kind, Severity, Verdict
 from rankscope.common.metric_table import LABEL_CHARACTERS
 from rankscope.operator import metrics
 from rankscope.operator.alerts.decision import Result
@@ -73,7 +73,8 @@ def test_a_finding_names_rank_place_phase_and_cost() -> None:
         "bound= node=a phase=forward rank=1 run_pod=j-1 verdict=slow_rank": 1
     }
     assert 'rankscope_job_impact_ratio{run="j",run_namespace="team"} 0.3' in text
-    assert 'rankscope_job_lost_gpu_seconds_total{run="j",run_namespace="team"} 12.0' in text
+    lost_seconds = samples(text, "rankscope_job_lost_gpu_seconds_total")
+    assert lost_seconds == {f"verdict={kind.value}": 12.0 * (kind is Kind.SLOW_RANK) for kind in FINDINGS}
     assert samples(text, "rankscope_job_ranks") == {"state=expected": 4, "state=reporting": 4}
     assert samples(text, "rankscope_job_mfu_target_ratio") == {"": 0.5}
     assert samples(text, "rankscope_job_exposed_communication_ratio") == {"": 0.2}
@@ -136,6 +137,17 @@ def test_lost_seconds_survive_the_findings_end_and_a_job_restart() -> None:
     assert totals == sorted(totals)
     # Six windows or so of 2 s with four ranks, half of whose time is lost, each time.
     assert totals[-1] > totals[12] > 10
+
+
+def test_a_loss_counts_for_the_finding_that_caused_it() -> None:
+    lost = LostSeconds()
+    for kind, seconds in ((Kind.SLOW_RANK, 5.0), (Kind.SLOW_RANK, 8.0), (Kind.LOW_MFU, 10.0), (Kind.LOW_MFU, 1.0)):
+        lost((state(replace(SLOW, kind=kind, lost_gpu_seconds=seconds)),))
+    lost((state(HEALTHY),))
+    totals = lost.by_verdict("j")
+    assert {kind: seconds for kind, seconds in totals.items() if seconds} == {Kind.SLOW_RANK: 8.0, Kind.LOW_MFU: 3.0}
+    assert set(totals) == set(FINDINGS)
+    assert lost.of("j") == 11.0
 
 
 def test_a_job_that_ended_is_forgotten() -> None:
