@@ -69,8 +69,10 @@ class _Job:
 
 # fmt: off
 JOBS: Section[_Job] = Section(("run_namespace", "run"), (
-    Gauge("rankscope_job_info", "Size of a job, value 1.", lambda job: {str(job.state.world_size): 1},
-        {"world_size": ANY}),
+    Gauge("rankscope_job_info",
+        "Size of a job, what it runs and for whom, value 1. command: program and script of its lowest rank, without "
+        "arguments. A label is empty where it is not known.", lambda job: _info(job.state),
+        dict.fromkeys(("world_size", "team", "user", "image", "command"), ANY)),
     Gauge("rankscope_job_verdict", "The current verdict, value 1.",
         lambda job: {(job.verdict.kind.value, job.verdict.severity.value, job.verdict.confidence.value): 1},
         {
@@ -222,6 +224,11 @@ class Exporter(Collector):
 
     def describe(self) -> Iterable[Family]:
         return ()  # registering must not scrape
+
+
+def _info(state: JobState) -> Mapping[tuple[str, ...], float]:
+    program = state.program
+    return {(str(state.world_size), program.team, program.user, program.image, program.command): 1}
 
 
 def _culprits(state: JobState) -> Mapping[tuple[str, ...], float]:

@@ -53,6 +53,14 @@ class JobState:
             return self.windows.identities
         return {window.identity.rank: window.identity for window in self.windows}
 
+    @property
+    def program(self) -> identity_pb2.Program:
+        """What the job runs and for whom, as its lowest rank says."""
+        lowest = self.windows.lowest if isinstance(self.windows, HeldWindows) else None
+        if lowest is None and self.identities:
+            lowest = self.identities[min(self.identities)]
+        return identity_pb2.Program() if lowest is None else lowest.program
+
 
 Listener = Callable[[tuple[JobState, ...]], None]
 

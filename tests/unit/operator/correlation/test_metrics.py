@@ -13,7 +13,7 @@ from rankscope.operator import metrics
 from rankscope.operator.alerts.decision import Result
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 from rankscope.operator.metrics import Exporter
-from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.identity_pb2 import Program, RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.operator.correlation.test_correlator import Fleet, tick
 
@@ -78,6 +78,15 @@ def test_a_finding_names_rank_place_phase_and_cost() -> None:
     assert samples(text, "rankscope_job_ranks") == {"state=expected": 4, "state=reporting": 4}
     assert samples(text, "rankscope_job_mfu_target_ratio") == {"": 0.5}
     assert samples(text, "rankscope_job_exposed_communication_ratio") == {"": 0.2}
+
+
+def test_a_job_says_what_it_runs_and_for_whom() -> None:
+    program = Program(command="python train.py", user="ann", team="vision\x1b[31m", image="i" * 500)
+    windows = [RankWindow(identity=RankIdentity(rank=rank)) for rank in (3, 1)]
+    windows[1].identity.program.CopyFrom(program)
+    (labels,) = samples(scrape(replace(state(), windows=tuple(windows))), "rankscope_job_info")
+    image = "i" * (LABEL_CHARACTERS - 1) + "…"
+    assert labels == f"command=python train.py image={image} team=vision\ufffd[31m user=ann world_size=4"
 
 
 def test_a_healthy_job_has_a_pace_without_culprit_or_impact() -> None:
