@@ -35,6 +35,8 @@ _ANALYZED = {
     "flight-recorder": "say which rank a hung job waits for, from the dumps of torch's flight recorder",
 }
 
+_REPORTED = {"fleet": "say where the GPU-hours of a fleet went: losses, bad hardware, low MFU, runs to pack"}
+
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
@@ -57,6 +59,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("batch", "predict step time and memory at other batch sizes", "cli"),
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
     Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
+    Subcommand("report", "report on a whole fleet, from Prometheus", "cli", _REPORTED),
     Subcommand("completion", "print the completion script of a shell", "cli"),
     Subcommand("demo", "run a real job with a fault and find it", "demo"),
 )

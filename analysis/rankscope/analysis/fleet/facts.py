@@ -117,21 +117,3 @@ def team_of(key: RunKey, run: RunFacts | None) -> str:
 
 def run_title(key: RunKey) -> str:
     return "/".join(part for part in key if part)
-
-
-def spread_over_nodes(
-    lost: Mapping[tuple[str, ...], float], culprits: Mapping[tuple[str, ...], float]
-) -> dict[tuple[str, ...], float]:
-    """Losses by run and verdict, as losses by run, verdict and node: by the time in which the verdict names each node's
-    GPUs. Both are of the same span of time."""
-    named: dict[tuple[str, ...], dict[str, float]] = {}
-    for key, hours in culprits.items():
-        labels = dict(zip(CULPRIT_LABELS, key, strict=True))
-        nodes = named.setdefault((*key[:3], labels["verdict"]), {})
-        nodes[labels["node"]] = nodes.get(labels["node"], 0.0) + hours
-    found: dict[tuple[str, ...], float] = {}
-    for key, hours in lost.items():
-        nodes = named.get(key, {"": 1.0})
-        total = sum(nodes.values())
-        found.update({(*key, node): hours * share / total for node, share in nodes.items()})
-    return found

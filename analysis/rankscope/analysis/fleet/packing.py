@@ -171,8 +171,8 @@ def _smaller(need: _Need, device: DeviceSpec, busy: float, full: float) -> tuple
     for name in known_devices():
         other = find_device(name)
         mine, its = _peak(device), _peak(other)
-        if mine is None or its is None or other.name == device.name:
-            continue
+        if mine is None or its is None or _is_amd(other) != _is_amd(device):
+            continue  # a program for one vendor does not run on the other's
         ratio = min(its / mine, other.gb_per_second / device.gb_per_second)
         fits = need.memory_bytes <= full * other.memory_gb * 1e9
         if ratio < 1.0 and fits and need.utilization_ratio / ratio <= busy:
@@ -181,6 +181,10 @@ def _smaller(need: _Need, device: DeviceSpec, busy: float, full: float) -> tuple
         return None
     ratio, other = min(found, key=lambda pair: (pair[0], pair[1].name))
     return other, ratio
+
+
+def _is_amd(device: DeviceSpec) -> bool:
+    return device.name.startswith("MI")
 
 
 def _peak(device: DeviceSpec) -> float | None:
