@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
+from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import FleetReport, make_report
 from rankscope.analysis.plots.charts import bars
 from rankscope.analysis.plots.page import Section, Table, page
@@ -22,7 +23,7 @@ from rankscope.cli.fleet_tables import ReportTable, headline, notes, span, table
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
-from rankscope.operator.prometheus_api import PrometheusApi
+from rankscope.operator.prometheus_api import PrometheusApi, read_token
 
 _EPILOG = """\
 examples:
@@ -70,7 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     return Exit.UNDECIDED if report.problems else Exit.OK
 
 
-def _read(arguments: argparse.Namespace, seconds: float) -> Any:
+def _read(arguments: argparse.Namespace, seconds: float) -> FleetFacts:
+    if arguments.token_file is not None:
+        try:
+            read_token(arguments.token_file)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CommandError(f"--token-file {arguments.token_file}: {reason}") from error
     try:
         api = PrometheusApi(
             arguments.prometheus,

@@ -82,7 +82,7 @@ class PrometheusApi:
         if self._tenant:
             headers["X-Scope-OrgID"] = self._tenant
         if self._token_file is not None:
-            headers["Authorization"] = f"Bearer {_token(self._token_file)}"
+            headers["Authorization"] = f"Bearer {read_token(self._token_file)}"
         with requested(
             "POST",
             self._paths[name],
@@ -94,11 +94,12 @@ class PrometheusApi:
             return _read(answer)
 
 
-def _token(path: Path) -> str:
+def read_token(path: Path) -> str:
+    """Raises OSError, or ValueError for what is no token."""
     with path.open("rb") as file:
         token = file.read(MAX_TOKEN_BYTES + 1).strip()
     if _TOKEN.fullmatch(token) is None:
-        raise ValueError(f"{path} holds no token; write one line of printable characters")
+        raise ValueError("it holds no token; write one line of printable characters without spaces")
     return token.decode("ascii")
 
 

@@ -114,7 +114,7 @@ def test_an_empty_fleet_has_an_empty_report() -> None:
     assert not (report.hardware or report.packing or report.low_runs or report.by_node or report.verdicts)
 
 
-def test_a_node_that_is_the_culprit_of_most_runs_is_listed() -> None:
+def test_the_culprit_of_most_of_its_runs_is_listed() -> None:
     used = spread(100, 30)
     ours = runs_on(used, "n4")
     culprits = dict(named(run, "n4", 6.0, phase="throttled") for run in ours[:6])
@@ -140,7 +140,9 @@ def test_a_node_that_is_the_culprit_of_most_runs_is_listed() -> None:
         (6, 6.0, {"phase": "unknown", "bound": ""}),
     ],
 )
-def test_a_node_without_proof_against_its_device_is_not_listed(runs: int, hours: float, cause: dict[str, str]) -> None:
+def test_nodes_without_proof_against_their_device_are_not_listed(
+    runs: int, hours: float, cause: dict[str, str]
+) -> None:
     used = spread(100, 30)
     rows = [named(run, "n4", hours, **cause) for run in runs_on(used, "n4")[:runs]]
     assert not make_report(facts_of(used, dict(rows))).hardware
@@ -152,7 +154,7 @@ def test_a_node_like_all_others_is_not_listed() -> None:
     assert not make_report(facts_of(used, dict(rows))).hardware
 
 
-def test_a_busy_node_with_a_few_culprit_runs_is_not_listed() -> None:
+def test_a_busy_node_with_few_culprit_runs_is_innocent() -> None:
     used = {(*key(f"s{number}"), "n0"): 1.0 for number in range(300)} | spread(100, 30)
     rows = [named(run, f"n{node}", 6.0) for node in range(1, 30, 3) for run in runs_on(used, f"n{node}")[:1]]
     rows += [named(f"s{number}", "n0", 6.0) for number in range(6)]
