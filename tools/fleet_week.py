@@ -1,7 +1,7 @@
 """A made-up fleet and what its Prometheus would hold: runs on nodes, with bad nodes, repetitive runs and teams below
 their MFU target, and with runs and nodes that look like these and are not. Seeded: the same fleet every time.
 
-`write_blocks` writes OpenMetrics, two hours at a time, and has promtool make blocks of it."""
+`write_blocks` writes OpenMetrics, 18 hours at a time, and has promtool make blocks of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope.analysis.verdicts.verdict import FINDINGS
 from tools.prometheus_binaries import binary
 
 HOUR = 3600
-BLOCK_SECONDS = 2 * HOUR
+BLOCK_HOURS = 18  # as Prometheus compacts its blocks
 SCRAPE_SECONDS = 300
 GPUS_PER_NODE = 8
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -224,18 +224,20 @@ def write_blocks(fleet: Fleet, folder: Path) -> None:
     a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
 
+    length = BLOCK_HOURS * HOUR
+
     def write(begin: int) -> None:
         path = folder / f"{begin}.txt"
         with path.open("w") as file:
-            for part in _lines(fleet, begin, begin + BLOCK_SECONDS):
+            for part in _lines(fleet, begin, begin + length):
                 file.write(part)
-        command = [str(binary("promtool")), "tsdb", "create-blocks-from", "openmetrics", str(path)]
-        subprocess.run([*command, str(folder / "data")], check=True, stdout=subprocess.DEVNULL)
+        command = [str(binary("promtool")), "tsdb", "create-blocks-from", f"--max-block-duration={BLOCK_HOURS}h"]
+        command += ["openmetrics", str(path), str(folder / "data")]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         path.unlink()
 
-    first = fleet.begin - fleet.begin % BLOCK_SECONDS
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(write, range(first, fleet.end, BLOCK_SECONDS)))
+        list(pool.map(write, range(fleet.begin - fleet.begin % length, fleet.end, length)))
 
 
 def _lines(fleet: Fleet, begin: int, end: int) -> Iterator[str]:

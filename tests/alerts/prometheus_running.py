@@ -109,7 +109,6 @@ def running_prometheus(
     rules: Sequence[Path] = (),
     alertmanagers: Sequence[str] = (),
     interval_seconds: float = 1.0,
-    flags: Sequence[str] = (),
 ) -> Iterator[Prometheus]:
     """`targets`: scrape job to addresses (host:port). They have the labels that Prometheus gives targets in a cluster.
     Ready when this yields."""
@@ -126,7 +125,7 @@ def running_prometheus(
     }
     path = folder / "prometheus.yml"
     path.write_text(json.dumps(configuration, indent=2))  # JSON is YAML
-    prometheus = _start(folder, path, flags)
+    prometheus = _start(folder, path)
     try:
         yield prometheus
     finally:
@@ -138,12 +137,12 @@ def running_prometheus(
             prometheus.process.wait()
 
 
-def _start(folder: Path, configuration: Path, flags: Sequence[str]) -> Prometheus:
+def _start(folder: Path, configuration: Path) -> Prometheus:
     log_path = folder / "prometheus.log"
     for _ in range(_PORT_ATTEMPTS):
         address = f"127.0.0.1:{free_port()}"
         command = [str(binary("prometheus")), f"--config.file={configuration}", f"--web.listen-address={address}"]
-        command += [f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn", *flags]
+        command += [f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
         with log_path.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
         prometheus = Prometheus(process, f"http://{address}", log_path)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rankscope.analysis.verdicts.verdict import FINDINGS
 from rankscope.cli import fleet_history
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
 from tests.alerts.prometheus_running import Prometheus, running_prometheus
 from tests.fleet.reported import check, fleet_in_prometheus
+from tests.integration.daemon_process import serving
+from tests.security.rank_processes import rank_processes, rank_variables
 from tools.fleet_week import DAY, Fleet
 
 
@@ -72,3 +77,20 @@ def test_a_prometheus_without_our_series_says_so(tmp_path: Path, capsys: pytest.
         assert asked(prometheus) == Exit.NOT_FOUND
     errors = capsys.readouterr().err
     assert "has no series of Rankscope" in errors and "next step" in errors
+
+
+def test_a_real_run_says_what_it_runs_and_for_whom(tmp_path: Path) -> None:
+    account = {"SLURM_JOB_ACCOUNT": "vision"}
+    with rank_processes(tmp_path) as processes, serving(tmp_path / "up", "up", "--console-listen", "none") as up:
+        for rank in range(2):
+            processes.start(rank_variables(rank, RANKSCOPE_RUN="fleet-report", **account))
+        up.wait_until(lambda: up.values("rankscope_job_info", run="fleet-report"))
+        (labels,) = [
+            labels
+            for name, labels, _ in up.scrape()
+            if name == "rankscope_job_info" and labels["run"] == "fleet-report"
+        ]
+        assert (labels["team"], labels["command"], labels["world_size"]) == ("vision", "libtorch_sleep", "2")
+        assert labels["user"] == pwd.getpwuid(os.getuid()).pw_name and labels["image"] == ""
+        lost = up.values("rankscope_job_lost_gpu_seconds_total", run="fleet-report")
+        assert len(lost) == len(FINDINGS)

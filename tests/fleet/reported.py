@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.alerts.prometheus_running import Prometheus, running_prometheus
-from tools.fleet_week import BLOCK_SECONDS, HOUR, LOW_TEAMS, SWEEP, Fleet, Scale, gpu_name, node_name, write_blocks
+from tools.fleet_week import HOUR, LOW_TEAMS, SWEEP, Fleet, Scale, gpu_name, node_name, write_blocks
 
 _COMMAND = (sys.executable, "-c", "from rankscope.cli.main import main; import sys; sys.exit(main())")
 
@@ -61,12 +61,9 @@ def report(url: str, *options: str) -> Reported:
 
 @contextmanager
 def fleet_in_prometheus(folder: Path, scale: Scale) -> Iterator[tuple[Fleet, Prometheus]]:
-    """Blocks of two hours stay as they are, as under a Thanos sidecar: nothing is compacted meanwhile."""
     fleet = Fleet(scale, int(time.time()) // 600 * 600)
     write_blocks(fleet, folder)
-    block = f"{BLOCK_SECONDS}s"
-    flags = (f"--storage.tsdb.min-block-duration={block}", f"--storage.tsdb.max-block-duration={block}")
-    with running_prometheus(folder, {}, flags=flags) as prometheus:
+    with running_prometheus(folder, {}) as prometheus:
         yield fleet, prometheus
 
 

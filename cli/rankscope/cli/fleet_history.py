@@ -35,11 +35,11 @@ from rankscope.operator.prometheus_api import PrometheusApi, QueryError, quoted
 HOUR_SECONDS: Final = 3600
 PAGE_SECONDS: Final = 24 * HOUR_SECONDS
 MIN_PAGE_SECONDS: Final = HOUR_SECONDS
-# Steps of short and of long reports: a week in steps of ten minutes has a thousand of them.
+# Steps of short and of long reports: a week has 672 of a quarter of an hour.
 SHORT_SECONDS: Final = 24 * HOUR_SECONDS
-STEP_SECONDS: Final = {True: 300, False: 600}
+STEP_SECONDS: Final = {True: 300, False: 900}
 # Holds at least two scrapes, which a rate needs.
-RATE_SECONDS: Final = 600
+RATE_SECONDS: Final = 900
 QUERY_SECONDS: Final = 60.0
 MAX_ANSWER_BYTES: Final = 32 << 20
 MAX_ROWS: Final = 400_000  # of one question, over all pages
@@ -111,7 +111,7 @@ QUESTIONS: Final = {
         f'count_values("bucket", floor(clamp_max({UTILIZATION_BUCKETS} * (rankscope_gpu_utilization_ratio'
         f' and on (cluster, gpu) rankscope_rank_info{{gpu!=""}}), {UTILIZATION_BUCKETS - 1})))',
         ("bucket",),
-        steps=6,
+        steps=4,
     ),
     "without_gpu": Question(
         "ranks without a known GPU", 'count by (cluster) (rankscope_rank_info{gpu=""})', ("cluster",)

@@ -111,13 +111,13 @@ def _hardware(suspects: Sequence[Suspect]) -> ReportTable:
             one.gpu or "several",
             f"{len(one.culprit_of)} of {one.runs} runs",
             _percent(one.peers_ratio),
-            _hours(one.hours),
+            _hours(one.named_gpu_hours),
             _hours(one.lost_gpu_hours),
             "; ".join(map(_cause, one.evidence[:3])),
         )
         for one in suspects
     ]
-    columns = ("node", "GPU", "culprit of", "other nodes", "hours named", "lost GPU-hours", "evidence")
+    columns = ("node", "GPU", "culprit of", "other nodes", "GPU-hours named", "lost", "evidence")
     said = tuple(f"{one.node}: {', '.join(one.culprit_of)}" for one in suspects)
     left = ("node", "GPU", "culprit of", "evidence")
     empty = "No node is a culprit again and again."
@@ -126,7 +126,7 @@ def _hardware(suspects: Sequence[Suspect]) -> ReportTable:
 
 def _cause(evidence: Evidence) -> str:
     causes = [word for word in (evidence.phase if evidence.phase != "unknown" else "", evidence.bound) if word]
-    return f"{evidence.verdict} ({', '.join(causes)}) {_hours(evidence.hours)} h"
+    return f"{evidence.verdict} ({', '.join(causes)}) {_hours(evidence.gpu_hours)}"
 
 
 def _low_mfu(title: str, name: str, low: Sequence[LowMfu]) -> ReportTable:

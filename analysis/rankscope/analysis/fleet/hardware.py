@@ -25,7 +25,7 @@ class Evidence:
     verdict: str
     phase: str
     bound: str
-    hours: float
+    gpu_hours: float
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Suspect:
     gpu: str  # of the node, if one has nearly all of the time; else empty
     culprit_of: tuple[str, ...]  # runs
     runs: int  # of the node
-    hours: float  # in which verdicts name its devices
+    named_gpu_hours: float  # in which verdicts name its devices
     lost_gpu_hours: float
     peers_ratio: float  # share of their runs of which the other nodes are culprits
     chance_ratio: float  # that some node of the fleet is a culprit so often by chance
@@ -72,14 +72,14 @@ def find_suspects(facts: FleetFacts, thresholds: FleetThresholds) -> tuple[Suspe
                 gpu=_one_gpu(hours, thresholds.culprit_gpu_share),
                 culprit_of=tuple(sorted(map(run_title, runs))),
                 runs=hosts,
-                hours=hours.total,
+                named_gpu_hours=hours.total,
                 lost_gpu_hours=lost.get(node, 0.0),
                 peers_ratio=peers_ratio,
                 chance_ratio=chance,
                 evidence=_evidence(hours),
             )
         )
-    return tuple(sorted(found, key=lambda one: (-one.lost_gpu_hours, -one.hours, one.cluster, one.node)))
+    return tuple(sorted(found, key=lambda one: (-one.lost_gpu_hours, -one.named_gpu_hours, one.cluster, one.node)))
 
 
 def is_of_device(phase: str, bound: str) -> bool:
@@ -152,4 +152,4 @@ def _one_gpu(hours: Figures, least_share: float) -> str:
 def _evidence(hours: Figures) -> tuple[Evidence, ...]:
     sums = hours.sums("verdict", "phase", "bound")
     found = [Evidence(verdict, phase, bound, total) for (verdict, phase, bound), total in sums.items()]
-    return tuple(sorted(found, key=lambda one: (-one.hours, one.verdict, one.phase, one.bound)))
+    return tuple(sorted(found, key=lambda one: (-one.gpu_hours, one.verdict, one.phase, one.bound)))

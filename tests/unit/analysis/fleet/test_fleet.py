@@ -120,9 +120,9 @@ def test_the_culprit_of_most_of_its_runs_is_listed() -> None:
     culprits = dict(named(run, "n4", 6.0, phase="throttled") for run in ours[:6])
     lost = {(*key(run), "slow_rank", "n4"): 2.0 for run in ours[:6]}
     (one,) = make_report(facts_of(used, culprits, lost)).hardware
-    assert (one.node, one.gpu, one.runs, one.hours, one.lost_gpu_hours) == ("n4", "g", len(ours), 36.0, 12.0)
+    assert (one.node, one.gpu, one.runs, one.named_gpu_hours, one.lost_gpu_hours) == ("n4", "g", len(ours), 36.0, 12.0)
     assert one.culprit_of == tuple(sorted(f"t/{run}" for run in ours[:6]))
-    assert [(e.verdict, e.phase, e.bound, e.hours) for e in one.evidence] == [
+    assert [(e.verdict, e.phase, e.bound, e.gpu_hours) for e in one.evidence] == [
         ("slow_rank", "throttled", "device", 36.0)
     ]
     assert one.culprit_ratio > 0.5 > 0.01 > one.peers_ratio
