@@ -165,12 +165,11 @@ def _packing(groups: Sequence[PackingGroup]) -> Iterator[ReportTable]:
     title, empty = "Repetitive runs on one GPU that use it little", "None."
     yield ReportTable(title, columns, rows, ("command", "user", "image", "memory"), empty=empty)
     for group in groups:
-        options = [
-            (option.way, option.detail, _hours(option.saved_gpu_hours), option.assumption) for option in group.options
-        ]
+        options = [(option.way, option.detail, _hours(option.saved_gpu_hours)) for option in group.options]
+        said = tuple(f"{option.way}: if {option.assumption}" for option in group.options)
         who = f"{shorten(group.command, NAME_CHARACTERS)}{f' of {group.user}' if group.user else ''}"
-        words = ("way", "detail", "saves GPU-hours", "if")
-        yield ReportTable(f"Ways to pack {who}", words, options, ("way", "detail", "if"))
+        words = ("way", "detail", "saves GPU-hours")
+        yield ReportTable(f"Ways to pack {who}", words, options, ("way", "detail"), said)
 
 
 def _hours(hours: float) -> str:

@@ -123,7 +123,7 @@ def _options(need: _Need, thresholds: FleetThresholds) -> Iterator[Option]:
     busy, full = thresholds.shared_utilization_ratio, thresholds.shared_memory_ratio
     together = int(min(busy / max(need.utilization_ratio, 1e-3), full * need.memory_total_bytes / need.memory_bytes))
     together = min(together, need.runs, MAX_SHARING)
-    limits = f"utilization adds up to at most {busy:.0%}, memory to at most {full:.0%} of the device"
+    limits = f"utilization adds up to at most {100 * busy:.0f} %, memory to at most {100 * full:.0f} % of the device"
     if together >= 2:
         said = f"{limits}; {together} runs are there at the same time; nothing isolates them from each other"
         yield Option("MPS", f"{together} runs on a GPU", together, need.saving(together), said)
@@ -142,8 +142,8 @@ def _options(need: _Need, thresholds: FleetThresholds) -> Iterator[Option]:
     if smaller is not None:
         other, ratio = smaller
         said = (
-            f"a run needs at most {busy:.0%} of a {other.name}, which has {ratio:.0%} of the {device.name}'s FLOP/s or "
-            "bandwidth, whichever is less; its hour counts as that share of an hour"
+            f"a run needs at most {100 * busy:.0f} % of a {other.name}, which has {100 * ratio:.0f} % of the "
+            f"{device.name}'s FLOP/s or bandwidth, whichever is less; its hour counts as that share of an hour"
         )
         yield Option("smaller GPU", other.name, 1, need.gpu_hours * (1.0 - ratio), said)
 
