@@ -51,13 +51,13 @@ def tables(report: FleetReport) -> list[ReportTable]:
     return [
         _verdicts(report),
         _usage("By team", "team", report.teams),
-        _usage("By run", "run", report.by_run),
-        _usage("By node", "node", report.by_node),
         _utilization(report),
         _hardware(report.hardware),
         _low_mfu("Teams below their MFU target", "team", report.low_teams),
         _low_mfu("Runs below their MFU target", "run", report.low_runs),
         *_packing(report.packing),
+        _usage("By run", "run", report.by_run),
+        _usage("By node", "node", report.by_node),
     ]
 
 

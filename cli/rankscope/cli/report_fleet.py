@@ -37,7 +37,7 @@ What the tables mean: docs/report.md.
 _EXAMPLE = "rankscope report fleet --prometheus http://prometheus:9090"
 MAX_SECONDS = 92 * 86400.0
 MAX_ROWS_SHOWN = 10
-MAX_ROWS_OF_PAGE = 100
+MAX_ROWS_OF_PAGE = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +142,7 @@ def _section(table: ReportTable) -> Section:
     if not table.rows:
         return Section(table.title, [table.empty])
     cut = len(table.rows) - MAX_ROWS_OF_PAGE
-    said = [*table.said, *([f"… and {cut} more (--json has all)"] if cut > 0 else [])]
+    said = [*table.said, *([f"The first {MAX_ROWS_OF_PAGE}; --json has {cut} more."] if cut > 0 else [])]
     numeric = [column not in table.left for column in table.columns]
     return Section(table.title, said, [Table(table.columns, table.rows[:MAX_ROWS_OF_PAGE], numeric)])
 
