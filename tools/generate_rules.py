@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rankscope.analysis.verdicts.thresholds import AlertThresholds, Policy, Threshold, table
+from rankscope.analysis.verdicts.thresholds import AlertThresholds, FleetThresholds, Policy, Threshold, table
 from rankscope.analysis.verdicts.verdict import Kind
 from rankscope.cli.prometheus_stack import CONSOLE_LINK
 
@@ -28,7 +28,7 @@ NAME = r"rankscope:threshold:(\w+)"
 GROUP = re.compile(r"  - name: rankscope\.thresholds\n.*?(?=\n  - name: )", re.DOTALL)
 VERDICTS = re.compile(r"(\n## Verdicts\n\n\| kind \| meaning \|\n\|---\|---\|\n)(?:\|.*\n)+")
 DASHBOARD = re.compile(r"(?m)^( +)(dashboard_url: .*\n)(?: +# console_url: .*\n)?")
-THRESHOLDS = {one.name: one for of in (Policy, AlertThresholds) for one in table(of)}
+THRESHOLDS = {one.name: one for of in (Policy, AlertThresholds, FleetThresholds) for one in table(of)}
 
 
 def fresh_files() -> dict[Path, str]:
@@ -103,11 +103,17 @@ def _thresholds_page() -> str:
             "",
             *_table(AlertThresholds),
             "",
+            "## Fleet report only",
+            "",
+            "[`rankscope report fleet`](report.md) compares with these.",
+            "",
+            *_table(FleetThresholds),
+            "",
         ]
     )
 
 
-def _table(of: type[Policy] | type[AlertThresholds]) -> list[str]:
+def _table(of: type[Policy] | type[AlertThresholds] | type[FleetThresholds]) -> list[str]:
     rows = [
         f"| `{one.name}` | {'none' if one.default is None else _number(one.name)} | {one.unit} | {one.meaning} |"
         for one in table(of)

@@ -92,6 +92,7 @@ ACCEPTANCE: Lane = (
     Suite("hangs", ("tests/hangs", "tests/integration/test_hangs.py")),
     Suite("slurm", ("tests/slurm",), ("slurm",)),
     Suite("alerts", ("tests/alerts",)),
+    Suite("fleet", ("tests/fleet",)),
     Suite("operator", ("tests/kube",), ("kube",)),
     Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py"), ("hta",)),
     Suite("images", ("tests/images",), ("images",)),

@@ -84,8 +84,9 @@ def _jobs() -> Panel:
     mfu = f"avg by ({RUN}) (rankscope_rank_mfu_ratio{{{JOBS}}})"
     exposed = f"avg by ({RUN}) ({queries.wait_ratio(JOBS, JOBS)})"
     worst = f"max by ({RUN}) ({queries.self_ratio(JOBS, JOBS)})"
+    lost = f"max by ({RUN}, verdict) (rankscope_job_lost_gpu_seconds_total{{{JOBS}}})"
     columns = [
-        (f"max by ({RUN}) (rankscope_job_lost_gpu_seconds_total{{{JOBS}}}) / 3600", "Lost GPU-hours"),
+        (f"sum by ({RUN}) ({lost}) / 3600", "Lost GPU-hours"),
         (f"max by ({RUN}, verdict, severity) (rankscope_job_verdict{{{JOBS}}})", ""),
         (f"max by ({RUN}) (rankscope_job_impact_ratio{{{JOBS}}})", "Impact"),
         (queries.judged("mfu_ratio", mfu, JOBS), "MFU"),
@@ -117,11 +118,11 @@ def _jobs() -> Panel:
 
 
 def _lost() -> Panel:
-    lost = f"max by ({RUN}) (rate(rankscope_job_lost_gpu_seconds_total{{{JOBS}}}{queries.RATE}))"
+    lost = f"max by ({RUN}, verdict) (rate(rankscope_job_lost_gpu_seconds_total{{{JOBS}}}{queries.RATE}))"
     return timeseries(
         "GPUs lost, by job",
         f"How many GPUs' worth of time findings cost at each moment; the {SHOWN} largest.",
-        [Query(f"topk({SHOWN}, {lost})", "{{run_namespace}} {{run}}")],
+        [Query(f"topk({SHOWN}, sum by ({RUN}) ({lost}))", "{{run_namespace}} {{run}}")],
         "short",
         links=[to_job(RUN_OF_LINE)],
     )

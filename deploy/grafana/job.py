@@ -69,7 +69,7 @@ def _numbers() -> list[Panel]:
         stat(
             "GPU-hours lost",
             "Since the job was first seen.",
-            Query(f"max(rankscope_job_lost_gpu_seconds_total{{{THE_JOB}}}) / 3600"),
+            Query(f"sum(max by (verdict) (rankscope_job_lost_gpu_seconds_total{{{THE_JOB}}})) / 3600"),
             "none",
             decimals=2,
         ),

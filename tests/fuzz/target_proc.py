@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from rankscope.daemon.discovery.program import NAME_CHARACTERS
 from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, WORLD_SIZE_LIMIT
 from rankscope.daemon.discovery.ranks import PROBLEMS_LIMIT, RankDiscovery
 from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_window, rank_metrics
@@ -25,7 +26,12 @@ _ENVIRONMENTS = (
     b"SLURM_PROCID=3\0SLURM_LOCALID=3\0SLURM_NTASKS=8\0SLURM_JOB_ID=77\0SLURM_STEP_ID=0\0NVIDIA_VISIBLE_DEVICES=all\0",
     b"OMPI_COMM_WORLD_RANK=1\0OMPI_COMM_WORLD_SIZE=2\0PMIX_NAMESPACE=prterun-1@2\0CUDA_VISIBLE_DEVICES=GPU-1,MIG-GPU-1/2/3\0",
 )
-SEEDS = [*_REAL, *(pack_files({**unpack_files(_REAL[0]), "environ": text}) for text in _ENVIRONMENTS)]
+_COMMANDS = (b"/usr/bin/python3\0-u\0/home/ann/train.py\0--token\0x\0", b"python\0-X\0a\0-m\0a.b\0", b"ray::W x=y\0\0")
+SEEDS = [
+    *_REAL,
+    *(pack_files({**unpack_files(_REAL[0]), "environ": text}) for text in _ENVIRONMENTS),
+    *(pack_files({**unpack_files(_REAL[0]), "cmdline": text}) for text in _COMMANDS),
+]
 TOKENS = [
     *(
         b"RANK=",
@@ -59,7 +65,7 @@ TOKENS = [
     ),
 ]
 _PID = 23305
-_FILES = ("stat", "status", "environ", "maps", "cgroup", "schedstat")
+_FILES = ("stat", "status", "environ", "cmdline", "maps", "cgroup", "schedstat")
 _GPUS = tuple(GpuReading(uuid=f"GPU-{number}", index=number, name="A100") for number in range(4))
 _SPANS = (Span(10**18, 10**18 + 5 * 10**9), Span(10**18 + 5 * 10**9, 10**18 + 10**10))
 
@@ -117,6 +123,8 @@ def run(data: bytes) -> None:
 def _check_rank(rank: RankProcess) -> None:
     check_text(rank.job, JOB_LENGTH_LIMIT)
     assert "/" not in rank.job
+    for text in (rank.program.command, rank.program.user, rank.program.team):
+        check_text(text, NAME_CHARACTERS)
     assert rank.job and 0 <= rank.rank < rank.world_size <= WORLD_SIZE_LIMIT
     assert 0 <= rank.local_rank < rank.world_size
     assert rank.pod is None or set(rank.pod) <= set("0123456789abcdef-")

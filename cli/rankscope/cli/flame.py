@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from rankscope.analysis.profiles.phases import PHASES
 from rankscope.analysis.profiles.profile import Profile
 from rankscope.cli.connection import connected
 from rankscope.cli.contexts import add_connection_arguments
+from rankscope.cli.durations import duration_seconds
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
 from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_profile
@@ -30,8 +30,6 @@ from rankscope.v1 import profile_service_pb2 as pb
 COHORT: Final = "cohort"
 ROWS: Final = 20
 FRAME_CHARACTERS: Final = 300
-_DURATION: Final = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smhd])(?:\s+ago)?")
-_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _EPILOG = """\
 examples:
   rankscope flame                                         the last ten minutes of the one run on this machine
@@ -114,12 +112,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _seconds(flag: str, text: str) -> float:
-    match = _DURATION.fullmatch(text.strip())
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not seconds:
-        also = "cohort, or " if flag == "--against" else ""
-        raise CommandError(f"{flag} {text[:40]!r}: say {also}a number and s, m, h or d, as in 10m")
-    return seconds
+    return duration_seconds(flag, text, "cohort, or " if flag == "--against" else "")
 
 
 def _asked(arguments: argparse.Namespace, named: str) -> Asked:

@@ -36,7 +36,8 @@ _ANALYZED = {
     "flight-recorder": "say which rank a hung job waits for, from the dumps of torch's flight recorder",
 }
 _REPORTED = {
-    "captures": "where the time of many captures goes, and what to change first",
+    "fleet": "say where the GPU-hours of a fleet went: losses, bad hardware, low MFU, runs to pack",
+    "captures": "say where the time of many captures goes, and what to change first",
 }
 
 
@@ -56,12 +57,12 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
     Subcommand("context", "name the servers that commands connect to", "cli"),
     Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),
-    Subcommand("report", "report on many captures at once", "cli", _REPORTED),
     Subcommand("advise", "say from traces what to change, and what it would bring", "cli"),
     Subcommand("predict", "predict from traces what a change would bring", "cli"),
     Subcommand("batch", "predict step time and memory at other batch sizes", "cli"),
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
     Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
+    Subcommand("report", "report on a whole fleet or on many captures", "cli", _REPORTED),
     Subcommand("completion", "print the completion script of a shell", "cli"),
     Subcommand("demo", "run a real job with a fault and find it", "demo"),
 )

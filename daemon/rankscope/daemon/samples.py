@@ -16,6 +16,15 @@ Column: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Program:
+    """What a rank runs, and for whom. Printable and bounded; empty where it is not known."""
+
+    command: str = ""
+    user: str = ""
+    team: str = ""
+
+
+@dataclass(frozen=True)
 class RankProcess:
     """A training process found on this node. `key` names one incarnation of one rank."""
 
@@ -33,6 +42,7 @@ class RankProcess:
     namespace: str | None = None
     attempt: int = 0  # restarts of the run
     owner: str = ""  # the pod or user whose it is, to share fairly between them
+    program: Program = Program()
 
     @property
     def key(self) -> tuple[str, int, int, int]:

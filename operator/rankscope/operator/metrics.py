@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import FINDINGS, Confidence, Kind, Severity, Verdict
 from rankscope.common.metric_table import ANY, Counter, Gauge, Section, label
 from rankscope.common.run_names import run_labels
 from rankscope.operator.alerts.decision import Result
@@ -50,7 +50,7 @@ JOB_COUNTS: Section[_Jobs] = Section((), (
 class _Job:
     state: JobState
     mfu_target_ratio: float | None
-    lost_gpu_seconds: float
+    lost_gpu_seconds: Mapping[Kind, float]
     hangs_total: int
 
     @property
@@ -69,8 +69,10 @@ class _Job:
 
 # fmt: off
 JOBS: Section[_Job] = Section(("run_namespace", "run"), (
-    Gauge("rankscope_job_info", "Size of a job, value 1.", lambda job: {str(job.state.world_size): 1},
-        {"world_size": ANY}),
+    Gauge("rankscope_job_info",
+        "Size of a job, what it runs and for whom, value 1. command: program and script of its lowest rank, without "
+        "arguments. A label is empty where it is not known.", lambda job: _info(job.state),
+        dict.fromkeys(("world_size", "team", "user", "image", "command"), ANY)),
     Gauge("rankscope_job_verdict", "The current verdict, value 1.",
         lambda job: {(job.verdict.kind.value, job.verdict.severity.value, job.verdict.confidence.value): 1},
         {
@@ -91,8 +93,10 @@ JOBS: Section[_Job] = Section(("run_namespace", "run"), (
     Gauge("rankscope_job_mfu_target_ratio", "MFU below which low_mfu is raised, where it was given.",
         lambda job: job.mfu_target_ratio),
     Counter("rankscope_job_lost_gpu_seconds_total",
-        "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of the "
-        "job do not reset it.", lambda job: job.lost_gpu_seconds),
+        "GPU time that findings cost since the job was first seen, by kind of finding: their impact times ranks and "
+        "time. Restarts of the job do not reset it.",
+        lambda job: {kind.value: lost for kind, lost in job.lost_gpu_seconds.items()},
+        {"verdict": tuple(kind.value for kind in FINDINGS)}),
     Counter("rankscope_job_hangs_total",
         "Hangs since the job was first seen. `rankscope hangs` shows the reports.", lambda job: job.hangs_total),
     Gauge("rankscope_job_impact_ratio",
@@ -205,10 +209,7 @@ class Exporter(Collector):
             if len(jobs) < JOBS_SHOWN:
                 jobs.setdefault(tuple(map(label, run_labels(state.job).values())), state)
         yield from JOB_COUNTS.of(_Jobs(len(states), len(states) - len(jobs)))
-        yield from JOBS.families(
-            (labels, _Job(state, self._mfu_target_of(state.job), self._lost.of(state.job), self._hangs_of(state.job)))
-            for labels, state in jobs.items()
-        )
+        yield from JOBS.families((labels, self._job(state)) for labels, state in jobs.items())
         if self._alert_totals is not None:
             yield from ALERTS.of(self._alert_totals())
         if self._operator is not None:
@@ -217,8 +218,17 @@ class Exporter(Collector):
             yield from CERTIFICATES.of(self._operator.certificates)
             yield from API.of(self._operator.user_api)
 
+    def _job(self, state: JobState) -> _Job:
+        job = state.job
+        return _Job(state, self._mfu_target_of(job), self._lost.by_verdict(job), self._hangs_of(job))
+
     def describe(self) -> Iterable[Family]:
         return ()  # registering must not scrape
+
+
+def _info(state: JobState) -> Mapping[tuple[str, ...], float]:
+    program = state.program
+    return {(str(state.world_size), program.team, program.user, program.image, program.command): 1}
 
 
 def _culprits(state: JobState) -> Mapping[tuple[str, ...], float]:

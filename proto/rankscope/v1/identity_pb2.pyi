@@ -9,10 +9,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -55,6 +55,38 @@ class ParallelCoordinates(_message.Message):
 Global___ParallelCoordinates: _TypeAlias = ParallelCoordinates  # noqa: Y015
 
 @_typing.final
+class Program(_message.Message):
+    """What a rank runs, and for whom. What is not known is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMAND_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    TEAM_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    command: _builtins.str
+    """program and script, without arguments"""
+    user: _builtins.str
+    team: _builtins.str
+    image: _builtins.str
+    """of its container, as the operator knows it"""
+    def __init__(
+        self,
+        *,
+        command: _builtins.str = ...,
+        user: _builtins.str = ...,
+        team: _builtins.str = ...,
+        image: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "image", b"image", "team", b"team", "user", b"user"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Program: _TypeAlias = Program  # noqa: Y015
+
+@_typing.final
 class RankIdentity(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -72,6 +104,7 @@ class RankIdentity(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     POD_NAME_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """The name of the run, the same on all nodes: NAMESPACE/RUN in Kubernetes, a name without "/" elsewhere
     (docs/concepts.md).
@@ -95,6 +128,8 @@ class RankIdentity(_message.Message):
     """How often the run was restarted, as its scheduler and its launcher count."""
     @_builtins.property
     def coordinates(self) -> Global___ParallelCoordinates: ...
+    @_builtins.property
+    def program(self) -> Global___Program: ...
     def __init__(
         self,
         *,
@@ -112,10 +147,11 @@ class RankIdentity(_message.Message):
         incarnation: _builtins.int = ...,
         pod_name: _builtins.str | None = ...,
         attempt: _builtins.int = ...,
+        program: Global___Program | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "namespace", b"namespace", "pod", b"pod", "pod_name", b"pod_name"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "namespace", b"namespace", "pod", b"pod", "pod_name", b"pod_name", "program", b"program"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "attempt", b"attempt", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "incarnation", b"incarnation", "job", b"job", "local_rank", b"local_rank", "namespace", b"namespace", "node", b"node", "pid", b"pid", "pod", b"pod", "pod_name", b"pod_name", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "attempt", b"attempt", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "incarnation", b"incarnation", "job", b"job", "local_rank", b"local_rank", "namespace", b"namespace", "node", b"node", "pid", b"pid", "pod", b"pod", "pod_name", b"pod_name", "program", b"program", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_model: _TypeAlias = _typing.Literal["gpu_model"]  # noqa: Y015
     _WhichOneofArgType__gpu_model: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model"]  # noqa: Y015

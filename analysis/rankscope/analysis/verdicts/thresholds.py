@@ -1,7 +1,8 @@
 """Every threshold, once: name, default, unit and meaning.
 
-`Policy` is what the detector judges a job by. `AlertThresholds` is what only the Prometheus rules compare with. The
-rules and docs/thresholds.md take their numbers from here: `make rules`."""
+`Policy` is what the detector judges a job by. `AlertThresholds` is what only the Prometheus rules compare with.
+`FleetThresholds` is what `rankscope report fleet` compares with. The rules and docs/thresholds.md take their numbers
+from here: `make rules`."""
 
 from __future__ import annotations
 
@@ -203,8 +204,44 @@ class AlertThresholds:
     certificate_left_seconds: float = threshold(604800, "seconds", "A certificate expires soon below this.")
 
 
+@dataclass(frozen=True)
+class FleetThresholds:
+    run_gpu_hours: float = threshold(1.0, "GPU-hours", "Runs with fewer are not listed.")
+    # Bad hardware.
+    culprit_hours: float = threshold(
+        0.5, "hours", "A node is the culprit of a run when verdicts name its devices for this long."
+    )
+    culprit_runs: int = threshold(3, "runs", "A node is listed from this many runs of which it is the culprit.")
+    culprit_excess: float = threshold(
+        3.0, "ratio", "A node is listed from this ratio of its share of culprit runs to the other nodes' share."
+    )
+    culprit_chance: float = threshold(
+        0.01, "ratio", "A node is listed if chance would list any node of the fleet with a lower probability."
+    )
+    culprit_gpu_share: float = threshold(
+        0.8, "ratio", "One GPU of a node is named when it has this share of the time in which the node's are named."
+    )
+    # Efficiency.
+    mfu_of_target_ratio: float = threshold(
+        0.98, "ratio", "A run or team is below its MFU target when its mean is below this share of the target."
+    )
+    # Packing.
+    packed_runs: int = threshold(5, "runs", "Runs of one image, command and user are repetitive from this many.")
+    packed_gpu_hours: float = threshold(10.0, "GPU-hours", "Groups of repetitive runs with fewer are not listed.")
+    packed_utilization_ratio: float = threshold(
+        0.4, "ratio", "Repetitive runs use their GPU little when their median utilization is below this."
+    )
+    shared_utilization_ratio: float = threshold(
+        0.8, "ratio", "Runs fit together when their utilization adds up to at most this."
+    )
+    shared_memory_ratio: float = threshold(
+        0.9, "ratio", "Runs fit together when their memory adds up to at most this share of the device's."
+    )
+
+
 DEFAULT_POLICY = Policy()
 ALERT_THRESHOLDS = AlertThresholds()
+FLEET_THRESHOLDS = FleetThresholds()
 
 
 class Threshold(NamedTuple):
@@ -214,7 +251,7 @@ class Threshold(NamedTuple):
     meaning: str
 
 
-def table(of: type[Policy] | type[AlertThresholds]) -> Iterator[Threshold]:
+def table(of: type[Policy] | type[AlertThresholds] | type[FleetThresholds]) -> Iterator[Threshold]:
     for one in fields(of):
         default: Any = one.default
         yield Threshold(one.name, default, **one.metadata)

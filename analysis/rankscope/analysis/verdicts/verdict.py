@@ -72,6 +72,9 @@ class Kind(str, Enum):
         return self not in (Kind.HEALTHY, Kind.INSUFFICIENT_DATA)
 
 
+FINDINGS = tuple(kind for kind in Kind if kind.is_finding)
+
+
 class Severity(str, Enum):
     NONE = "none"
     WARNING = "warning"

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.job_names import Claimant, JobNames, Place
 from rankscope.daemon.discovery.process_table import KnownProcess, ProcessTable
+from rankscope.daemon.discovery.program import read_program
 from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, kept, lone_claim
 from rankscope.daemon.samples import PodRun, Problem, RankProcess
 
@@ -155,6 +156,7 @@ class RankDiscovery:
         known, claim, job = claimant.process, claimant.claim, claimant.job
         assert job is not None, "only those with a job are watched"
         folder = self._table.folder(known.pid)
+        environment, place = procfs.Environment(folder), claimant.place
         return RankProcess(
             job=job.name,
             rank=claim.rank,
@@ -163,10 +165,11 @@ class RankDiscovery:
             pid=known.pid,
             start_ticks=known.start_ticks,
             namespace_pids=procfs.read_status(folder).namespace_pids or (known.pid,),
-            environment=kept(procfs.Environment(folder)),
-            pod=claimant.place.pod,
+            environment=kept(environment),
+            pod=place.pod,
             attempt=claimant.attempt,
-            owner=claimant.place.owner,
+            owner=place.owner,
+            program=read_program(folder, place.uid if place.pod is None else None, environment),
         )
 
     def _problems(self, watched: Sequence[KnownProcess]) -> tuple[Problem, ...]:

@@ -23,7 +23,7 @@ from rankscope.daemon.samples import (
     StepSample,
 )
 from rankscope.probe import nccl_plugin, ring_layout
-from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
+from rankscope.v1.identity_pb2 import ParallelCoordinates, Program, RankIdentity
 from rankscope.v1.rank_service_pb2 import WindowColumns
 from rankscope.v1.window_pb2 import (
     SOURCE_CAPTURE,
@@ -204,6 +204,9 @@ def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -
         incarnation=rank.start_ticks,
         attempt=rank.attempt,
     )
+    program = rank.program
+    if program.command or program.user:
+        identity.program.CopyFrom(Program(command=program.command, user=program.user, team=program.team))
     if steps is not None:
         place = {name: getattr(steps.facts, name) for name in ("pipeline", "tensor", "data")}
         known = {name: value for name, value in place.items() if value is not None and 0 <= value < 2**31}

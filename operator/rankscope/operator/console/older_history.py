@@ -11,24 +11,21 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from http.client import HTTPResponse
 from typing import Final
-from urllib.parse import urlencode
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.common.http_client import REQUEST_FAILURES, body_of, requested, server_url
+from rankscope.common.http_client import REQUEST_FAILURES
 from rankscope.common.metric_table import label
 from rankscope.common.run_names import run_labels
 from rankscope.common.text import one_line, printable
 from rankscope.operator.console.history import DAY_SECONDS, RunView, Values
 from rankscope.operator.console.signals import PACE, RUN_SIGNALS, SIGNAL_ROWS, SIGNALS
+from rankscope.operator.prometheus_api import PrometheusApi, QueryError, Series, quoted
 
 log = logging.getLogger(__name__)
 
-PATH: Final = "/api/v1/query_range"
 LONGEST_SECONDS: Final = 7 * DAY_SECONDS
 # A query's step is one of these. A day in 450 columns is 288 steps. Prometheus answers with 11,000 at most.
 STEPS_SECONDS: Final = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 86_400)
@@ -101,8 +98,7 @@ class PrometheusHistory:
     """Thread-safe. Without an address it has nothing."""
 
     def __init__(self, url: str = "", request_seconds: float = QUERY_SECONDS, answer_bytes: int = ANSWER_BYTES) -> None:
-        self._request_seconds = request_seconds
-        self._answer_bytes = answer_bytes
+        self._limits = (request_seconds, answer_bytes)
         self._lock = threading.Lock()
         self._answers: dict[Question, tuple[float, Older]] = {}  # with the monotonic time until which each counts
         self._under_way: set[str] = set()  # runs
@@ -113,7 +109,7 @@ class PrometheusHistory:
     def use(self, url: str) -> None:
         """Raises ValueError for an address that is none; empty for no Prometheus."""
         if url:
-            self._parts = server_url(url.rstrip("/") + PATH)
+            self._api = PrometheusApi(url, *self._limits)
         self.url = url
 
     def reaches(self, view: RunView, since: float) -> bool:
@@ -194,18 +190,7 @@ class PrometheusHistory:
         step = question.step_seconds
         columns = int(-(-(question.end - question.begin) // step))
         ends = question.end - step * np.arange(columns - 1, -1, -1, dtype=np.float64)
-        form = {"query": question.promql, "start": f"{ends[0]:.3f}", "end": f"{ends[-1]:.3f}", "step": str(step)}
-        form["timeout"] = f"{max(1, round(self._request_seconds))}s"
-        headers = {"Content-Type": "application/x-www-form-urlencoded", "Accept-Encoding": "identity"}
-        with requested(
-            "POST",
-            self._parts,
-            headers,
-            urlencode(form).encode(),
-            seconds=self._request_seconds,
-            answer_bytes=self._answer_bytes,
-        ) as answer:
-            found = _read(answer)
+        found = self._api.query_range(question.promql, ends[0], ends[-1], step)
         clusters = {series.metric.get("cluster", "") for series in found}
         if len(clusters) > 1:
             names = ", ".join(sorted(printable(name, 40) or "(none)" for name in clusters)[:3])
@@ -217,39 +202,7 @@ class PrometheusHistory:
         return Older(ends, step, values)
 
 
-class QueryError(Exception):
-    """Prometheus answers with something else than series."""
-
-
-class _Series(msgspec.Struct):
-    metric: dict[str, str]
-    values: list[tuple[float, str]]
-
-
-class _Data(msgspec.Struct):
-    result: list[_Series]
-
-
-class _Answer(msgspec.Struct):
-    status: str
-    data: _Data | None = None
-    error: str = ""
-
-
-_ANSWERS: Final = msgspec.json.Decoder(_Answer)
-
-
-def _read(answer: HTTPResponse) -> list[_Series]:
-    try:
-        read = _ANSWERS.decode(body_of(answer))
-    except msgspec.DecodeError as error:  # or its subclass ValidationError
-        raise QueryError(f"it answers {answer.status} with what is no result of a query") from error
-    if answer.status != 200 or read.data is None:
-        raise QueryError(f"it answers {answer.status}: {read.error}")
-    return read.data.result
-
-
-def _column(series: _Series, begin: float, step: float, columns: int) -> Values:
+def _column(series: Series, begin: float, step: float, columns: int) -> Values:
     column = np.full(columns, np.nan, dtype=np.float32)
     for moment, text in series.values:
         place = (moment - begin) / step
@@ -263,7 +216,7 @@ def _column(series: _Series, begin: float, step: float, columns: int) -> Values:
 
 
 def _matchers(run: str) -> str:
-    return ",".join(f"{name}={_quoted(label(value))}" for name, value in run_labels(run).items())
+    return ",".join(f"{name}={quoted(label(value))}" for name, value in run_labels(run).items())
 
 
 def _by_rank(signal: str, matcher: str = "") -> str:
@@ -274,8 +227,3 @@ def _by_rank(signal: str, matcher: str = "") -> str:
 def _named(expression: str, signal: str, rank: str = "") -> str:
     named = f'label_replace({expression}, "signal", "{signal}", "", "")'
     return f'label_replace({named}, "rank", "{rank}", "", "")' if rank else named
-
-
-def _quoted(text: str) -> str:
-    """A string of PromQL: `label` has left no control character in it."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

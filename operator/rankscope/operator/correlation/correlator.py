@@ -14,7 +14,7 @@ import numpy as np
 from rankscope.analysis.stats.robust import median_or_nan
 from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
-from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import FINDINGS, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 from rankscope.common.rank_selection import Suspected
 from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows
@@ -52,6 +52,14 @@ class JobState:
         if isinstance(self.windows, HeldWindows):
             return self.windows.identities
         return {window.identity.rank: window.identity for window in self.windows}
+
+    @property
+    def program(self) -> identity_pb2.Program:
+        """What the job runs and for whom, as its lowest rank says."""
+        lowest = self.windows.lowest if isinstance(self.windows, HeldWindows) else None
+        if lowest is None and self.identities:
+            lowest = self.identities[min(self.identities)]
+        return identity_pb2.Program() if lowest is None else lowest.program
 
 
 Listener = Callable[[tuple[JobState, ...]], None]
@@ -209,12 +217,12 @@ def _known(value: float) -> float | None:
 
 
 class LostSeconds:
-    """GPU time that findings cost a job over its whole life; a verdict knows only its own. A listener. The sum of a
-    job never decreases while the job exists, including restarts."""
+    """GPU time that findings cost a job over its whole life, by the kind of the finding; a verdict knows only its own.
+    A listener. The sums of a job never decrease while the job exists, including restarts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: dict[str, float] = {}
+        self._totals: dict[str, dict[Kind, float]] = {}
         self._standing: dict[str, float] = {}
 
     def __call__(self, states: tuple[JobState, ...]) -> None:
@@ -224,17 +232,24 @@ class LostSeconds:
                 del self._totals[job]
                 self._standing.pop(job, None)
             for state in states:
-                self._count(state.job, state.verdict.lost_gpu_seconds or 0.0)
+                self._count(state.job, state.verdict)
 
-    def _count(self, job: str, lost: float) -> None:
-        before = self._standing.get(job, 0.0)
+    def _count(self, job: str, verdict: Verdict) -> None:
+        before, lost = self._standing.get(job, 0.0), verdict.lost_gpu_seconds or 0.0
         # A smaller value is the loss of another finding, from its beginning.
-        self._totals[job] = self._totals.get(job, 0.0) + (lost - before if lost >= before else lost)
+        grown = lost - before if lost >= before else lost
+        totals = self._totals.setdefault(job, dict.fromkeys(FINDINGS, 0.0))
+        if verdict.kind in totals:
+            totals[verdict.kind] += grown
         self._standing[job] = lost
 
     def of(self, job: str) -> float:
+        return sum(self.by_verdict(job).values())
+
+    def by_verdict(self, job: str) -> Mapping[Kind, float]:
+        """Of every kind of finding: a counter must begin at 0, or its first increase is not seen."""
         with self._lock:
-            return self._totals.get(job, 0.0)
+            return dict(self._totals.get(job, dict.fromkeys(FINDINGS, 0.0)))
 
 
 # A few ranks are enough for a capture: hundreds of accused ranks are a job-wide problem, of which these are samples.

@@ -123,6 +123,11 @@ class HeldWindows(Sequence[RankWindow]):
             self._identities = {window.who.rank: window.who.identity for window in self.in_order}
         return self._identities
 
+    @property
+    def lowest(self) -> RankIdentity | None:
+        """The identity of the lowest rank that reports, without those of all others."""
+        return self._windows[min(self._windows)].who.identity if self._windows else None
+
     def of(self, rank: int) -> RankWindow | None:
         window = self._windows.get(rank)
         return None if window is None else window.message()

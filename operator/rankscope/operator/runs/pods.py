@@ -39,6 +39,7 @@ class Pod:
     owner: Owner | None = None
     created: str = ""
     restarts: int = 0  # of its containers, the most
+    image: str = ""  # of the container that trains
 
     @property
     def is_over(self) -> bool:
@@ -66,6 +67,7 @@ def read_pod(document: Mapping[str, Any]) -> Pod | None:
         owner=_owner(metadata.get("ownerReferences")),
         created=_shared(_text(metadata.get("creationTimestamp"))),
         restarts=_restarts(status.get("containerStatuses")),
+        image=_shared(_image(spec.get("containers"))),
     )
 
 
@@ -85,6 +87,17 @@ def _owner(references: object) -> Owner | None:
 def _restarts(statuses: object) -> int:
     found = [_mapping(each).get("restartCount") for each in (statuses if isinstance(statuses, list) else ())]
     return max((count for count in found if isinstance(count, int)), default=0)
+
+
+def _image(containers: object) -> str:
+    """Of the first container that asks for a device (nvidia.com/gpu, amd.com/gpu), else of the first."""
+    known = [_mapping(each) for each in (containers if isinstance(containers, list) else ())]
+    known.sort(key=lambda each: not any("/gpu" in str(name) for name in _limits(each)))
+    return _text(known[0].get("image")) if known else ""
+
+
+def _limits(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _mapping(_mapping(container.get("resources")).get("limits"))
 
 
 def _is_ready(condition: object) -> bool:
@@ -110,6 +123,9 @@ def _texts(value: object, characters: int = TEXT_CHARACTERS) -> dict[str, str]:
 PREFIX = "rankscope.dev/"
 MFU_TARGET = f"{PREFIX}mfu-target"
 WATCH = f"{PREFIX}watch"
+# Labels of a pod that say for whom it trains. Without the first, the namespace is the team.
+TEAM = f"{PREFIX}team"
+USER = f"{PREFIX}user"
 
 
 @dataclass(frozen=True)

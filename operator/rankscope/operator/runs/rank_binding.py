@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
 from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.pods import TEAM, USER
 from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.v1.identity_pb2 import RankIdentity
 
@@ -41,7 +42,8 @@ RANKS_PER_NODE = 1024
 WINDOWS_PER_RANK_SECOND = 4.0
 BURST_SECONDS = 15.0
 
-Names = tuple[str, str, str, str]  # job, node, namespace and name of the pod
+# Job, node, namespace and name of the pod; team, user and image of the program.
+Names = tuple[str, str, str, str, str, str, str]
 
 
 @dataclass
@@ -75,7 +77,8 @@ class Known:
             renamed = RankIdentity()
             renamed.CopyFrom(self.identity)
             if names is not None:
-                renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names
+                renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names[:4]
+                renamed.program.team, renamed.program.user, renamed.program.image = names[4:]
             self.names, self.seen = names, RankSeen(renamed)
         return self.seen
 
@@ -269,7 +272,8 @@ class Binding:
         if name is None:
             return _refused("jobs")
         owners = self._owners.setdefault(key, {}).setdefault(name, {})
-        names = (name, lookups.node, pod.namespace, pod.name)
+        team = pod.labels.get(TEAM, "") or pod.namespace
+        names = (name, lookups.node, pod.namespace, pod.name, team, pod.labels.get(USER, ""), pod.image)
         return _Place(uid, names, lookups.keeps(name), "", owners, (uid, lookups.now))
 
     def _is_alive(self, owner: Owner, now: float) -> bool:

@@ -7,13 +7,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import FINDINGS, Cause, Confidence, Kind, Severity, Verdict
 from rankscope.common.metric_table import LABEL_CHARACTERS
 from rankscope.operator import metrics
 from rankscope.operator.alerts.decision import Result
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 from rankscope.operator.metrics import Exporter
-from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.identity_pb2 import Program, RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.operator.correlation.test_correlator import Fleet, tick
 
@@ -73,10 +73,20 @@ def test_a_finding_names_rank_place_phase_and_cost() -> None:
         "bound= node=a phase=forward rank=1 run_pod=j-1 verdict=slow_rank": 1
     }
     assert 'rankscope_job_impact_ratio{run="j",run_namespace="team"} 0.3' in text
-    assert 'rankscope_job_lost_gpu_seconds_total{run="j",run_namespace="team"} 12.0' in text
+    lost_seconds = samples(text, "rankscope_job_lost_gpu_seconds_total")
+    assert lost_seconds == {f"verdict={kind.value}": 12.0 * (kind is Kind.SLOW_RANK) for kind in FINDINGS}
     assert samples(text, "rankscope_job_ranks") == {"state=expected": 4, "state=reporting": 4}
     assert samples(text, "rankscope_job_mfu_target_ratio") == {"": 0.5}
     assert samples(text, "rankscope_job_exposed_communication_ratio") == {"": 0.2}
+
+
+def test_a_job_says_what_it_runs_and_for_whom() -> None:
+    program = Program(command="python train.py", user="ann", team="vision\x1b[31m", image="i" * 500)
+    windows = [RankWindow(identity=RankIdentity(rank=rank)) for rank in (3, 1)]
+    windows[1].identity.program.CopyFrom(program)
+    (labels,) = samples(scrape(replace(state(), windows=tuple(windows))), "rankscope_job_info")
+    image = "i" * (LABEL_CHARACTERS - 1) + "…"
+    assert labels == f"command=python train.py image={image} team=vision\ufffd[31m user=ann world_size=4"
 
 
 def test_a_healthy_job_has_a_pace_without_culprit_or_impact() -> None:
@@ -136,6 +146,17 @@ def test_lost_seconds_survive_the_findings_end_and_a_job_restart() -> None:
     assert totals == sorted(totals)
     # Six windows or so of 2 s with four ranks, half of whose time is lost, each time.
     assert totals[-1] > totals[12] > 10
+
+
+def test_a_loss_counts_for_the_finding_that_caused_it() -> None:
+    lost = LostSeconds()
+    for kind, seconds in ((Kind.SLOW_RANK, 5.0), (Kind.SLOW_RANK, 8.0), (Kind.LOW_MFU, 10.0), (Kind.LOW_MFU, 1.0)):
+        lost((state(replace(SLOW, kind=kind, lost_gpu_seconds=seconds)),))
+    lost((state(HEALTHY),))
+    totals = lost.by_verdict("j")
+    assert {kind: seconds for kind, seconds in totals.items() if seconds} == {Kind.SLOW_RANK: 8.0, Kind.LOW_MFU: 3.0}
+    assert set(totals) == set(FINDINGS)
+    assert lost.of("j") == 11.0
 
 
 def test_a_job_that_ended_is_forgotten() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rankscope.operator.runs.inventory import Inventory
-from rankscope.operator.runs.pods import Owner, Pod
+from rankscope.operator.runs.pods import TEAM, USER, Owner, Pod
 from rankscope.operator.runs.rank_binding import (
     OWNED_SECONDS,
     RANKS_PER_NODE,
@@ -14,6 +14,7 @@ from rankscope.operator.runs.rank_binding import (
     Accepted,
     Binding,
 )
+from rankscope.v1.identity_pb2 import Program
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from tests.daemon_messages import sent
 
@@ -62,6 +63,19 @@ def test_windows_get_the_names_that_the_api_server_knows(inventory: Inventory) -
         ("team/pytorchjob-llama", "node-a", "team")
     ] * 2
     assert bound.windows[0].identity.pod_name == "llama-worker-0"
+
+
+def test_team_user_and_image_are_those_of_the_pod(inventory: Inventory) -> None:
+    labels = {"training.kubeflow.org/job-name": "llama", TEAM: "vision", USER: "ann"}
+    inventory.changed("pod-1", pod(1, "node-b", labels=labels, image="registry/train:7"))
+    lies = [message(0), message(1, pod="pod-1")]
+    for said in lies:
+        said.windows[0].identity.program.MergeFrom(Program(command="python t.py", user="x", team="x", image="x"))
+    binding = Binding(inventory, Clock())
+    bound = [bind(binding, said, node).windows[0] for said, node in zip(lies, ("node-a", "node-b"), strict=True)]
+    assert bound[0].identity.program == Program(command="python t.py", team="team")
+    expected = Program(command="python t.py", team="vision", user="ann", image="registry/train:7")
+    assert bound[1].identity.program == expected
 
 
 @pytest.mark.parametrize(

@@ -152,3 +152,21 @@ def test_odd_fields_of_a_pod_count_as_missing() -> None:
     read = read_pod(document)
     assert read is not None
     assert (read.labels, read.owner, read.ready) == ({"job-name": "j"}, None, False)
+
+
+@pytest.mark.parametrize(
+    ("containers", "image"),
+    [
+        ([{"image": "proxy"}, {"image": "train", "resources": {"limits": {"nvidia.com/gpu": 8}}}], "train"),
+        ([{"image": "train"}, {"image": "proxy"}], "train"),
+        ([{"image": 5, "resources": {"limits": "many"}}], ""),
+        ([{"image": "x" * 5000}], ""),
+        ([None], ""),
+        ("none", ""),
+        ([], ""),
+    ],
+)
+def test_the_image_is_that_of_the_container_with_gpus(containers: object, image: str) -> None:
+    document = {"metadata": {"uid": "u", "name": "a", "namespace": "b"}, "spec": {"containers": containers}}
+    read = read_pod(document)
+    assert read is not None and read.image == image

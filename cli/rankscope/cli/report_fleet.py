@@ -1,0 +1,159 @@
+"""`rankscope report fleet`: where the GPU-hours of a fleet went, from Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from rankscope.analysis.fleet.facts import FleetFacts
+from rankscope.analysis.fleet.report import FleetReport, make_report
+from rankscope.analysis.plots.charts import bars
+from rankscope.analysis.plots.page import Section, Table, page
+from rankscope.analysis.plots.svg import Axis
+from rankscope.cli.durations import duration_seconds
+from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.fleet_history import MAX_ANSWER_BYTES, QUERY_SECONDS, read_facts
+from rankscope.cli.fleet_tables import ReportTable, headline, notes, span, tables
+from rankscope.cli.messages import overwrite, to_stderr, to_stdout
+from rankscope.cli.output_file import write_output
+from rankscope.cli.terminal import Terminal
+from rankscope.operator.prometheus_api import PrometheusApi, read_token
+
+_EPILOG = """\
+examples:
+  rankscope report fleet --prometheus http://prometheus:9090               the last week
+  rankscope report fleet --prometheus http://prometheus:9090 --since 24h --html fleet.html
+  rankscope report fleet --prometheus https://mimir/prometheus --tenant ml --token-file token --json
+
+The address is that of a Prometheus that scrapes Rankscope, or of Thanos' or Mimir's query frontend.
+What the tables mean: docs/report.md.
+"""
+_EXAMPLE = "rankscope report fleet --prometheus http://prometheus:9090"
+MAX_SECONDS = 92 * 86400.0
+MAX_ROWS_SHOWN = 10
+MAX_ROWS_OF_PAGE = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("--since", default="7d", metavar="TIME", help="the last so long, as in 24h, 7d (default), 30d")
+    parser.add_argument("--prometheus", default="", metavar="URL", help="address of Prometheus, Thanos or Mimir")
+    parser.add_argument("--tenant", default="", help="tenant to ask for (header X-Scope-OrgID), for Mimir")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="file with a bearer token to send")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    seconds = duration_seconds("--since", arguments.since)
+    if seconds > MAX_SECONDS:
+        raise CommandError(f"--since {arguments.since}: at most {MAX_SECONDS / 86400:.0f}d")
+    if not arguments.prometheus:
+        raise CommandError(f"--prometheus is missing: the history of the fleet is there; next step: {_EXAMPLE}")
+    report = make_report(_read(arguments, seconds))
+    if arguments.html is not None:
+        try:
+            write_output(arguments.html, make_page(report))
+        except OSError as error:
+            raise CommandError(f"{error.filename}: {error.strerror}; name another file with --html") from error
+        to_stderr(f"wrote {arguments.html}")
+    if arguments.json:
+        to_stdout(json.dumps(to_json(report), allow_nan=False))
+    else:
+        print_report(report)
+    return Exit.UNDECIDED if report.problems else Exit.OK
+
+
+def _read(arguments: argparse.Namespace, seconds: float) -> FleetFacts:
+    if arguments.token_file is not None:
+        try:
+            read_token(arguments.token_file)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CommandError(f"--token-file {arguments.token_file}: {reason}") from error
+    try:
+        api = PrometheusApi(
+            arguments.prometheus,
+            QUERY_SECONDS,
+            MAX_ANSWER_BYTES,
+            tenant=_tenant(arguments.tenant),
+            token_file=arguments.token_file,
+        )
+    except ValueError as error:
+        raise CommandError(f"--prometheus {arguments.prometheus[:80]}: {error}") from error
+    try:
+        return read_facts(api, seconds, time.time(), _show_progress)
+    except CommandError as error:
+        raise CommandError(f"{arguments.prometheus}: {error}", error.status) from error
+    finally:
+        overwrite("")
+
+
+def _tenant(text: str) -> str:
+    if not (text.isascii() and text.isprintable() and len(text) <= 256):
+        raise CommandError(f"--tenant {text[:40]!r}: must be at most 256 printable ASCII characters")
+    return text
+
+
+def _show_progress(done: int, total: int) -> None:
+    overwrite(f"asking Prometheus: {done} of {total} pages")
+
+
+def print_report(report: FleetReport, console: Terminal | None = None) -> None:
+    console = console or Terminal(soft_wrap=True)
+    console.print(Text(f"{span(report)}: {headline(report)}", style="bold"))
+    for note in notes(report):
+        console.print(Text(f"note: {note}", style="yellow"))
+    console.print()
+    for table in tables(report):
+        console.print(Text(table.title, style="bold"))
+        if table.rows:
+            console.print_rows([table.columns, *table.rows], table.left, MAX_ROWS_SHOWN)
+        else:
+            console.print(Text(table.empty, style="dim"))
+            console.print()
+        for said in table.said[:MAX_ROWS_SHOWN] if table.rows else ():
+            console.print(Text(said, style="dim"))
+        if table.rows and table.said:
+            console.print()
+
+
+def make_page(report: FleetReport) -> str:
+    sections = [Section("What is missing", notes(report))] if notes(report) else []
+    for table in tables(report):
+        section = _section(table)
+        if table.title.startswith("Utilization") and table.rows:
+            names = [row[0] for row in table.rows]
+            plot = bars(names, report.utilization_gpu_hours, axis=Axis("GPU-hours"), row_title="utilization")
+            section = Section(table.title, table.said, plots=[plot])
+        sections.append(section)
+    foot = "Made by rankscope report fleet. What the tables mean: docs/report.md; this page needs no network."
+    return page(f"Rankscope fleet report, {span(report)}", sections, lead=f"{headline(report)}.", foot=foot)
+
+
+def _section(table: ReportTable) -> Section:
+    if not table.rows:
+        return Section(table.title, [table.empty])
+    cut = len(table.rows) - MAX_ROWS_OF_PAGE
+    said = [*table.said, *([f"The first {MAX_ROWS_OF_PAGE}; --json has {cut} more."] if cut > 0 else [])]
+    numeric = [column not in table.left for column in table.columns]
+    return Section(table.title, said, [Table(table.columns, table.rows[:MAX_ROWS_OF_PAGE], numeric)])
+
+
+def to_json(report: FleetReport) -> dict[str, Any]:
+    """The keys are documented in docs/report.md."""
+    found = asdict(report)
+    found["complete"] = not report.problems
+    for name, rows in (("low_teams", report.low_teams), ("low_runs", report.low_runs)):
+        for shown, low in zip(found[name], rows, strict=True):
+            shown["shortfall_gpu_hours"] = low.shortfall_gpu_hours
+    for shown, group in zip(found["packing"], report.packing, strict=True):
+        shown["saved_gpu_hours"] = group.saved_gpu_hours
+    return found
