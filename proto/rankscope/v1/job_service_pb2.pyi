@@ -32,12 +32,13 @@ class _VerdictKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerdictKi
     VERDICT_KIND_SLOW_STAGE: _VerdictKind.ValueType  # 3
     VERDICT_KIND_DATA_IMBALANCE: _VerdictKind.ValueType  # 4
     VERDICT_KIND_JITTER: _VerdictKind.ValueType  # 5
+    VERDICT_KIND_SLOW_SERVER: _VerdictKind.ValueType  # 11
+    """newer than the kinds below"""
     VERDICT_KIND_SLOW_COMMUNICATION: _VerdictKind.ValueType  # 6
     VERDICT_KIND_INPUT_BOUND: _VerdictKind.ValueType  # 7
     VERDICT_KIND_LOW_MFU: _VerdictKind.ValueType  # 8
     VERDICT_KIND_HANG: _VerdictKind.ValueType  # 9
     VERDICT_KIND_INSUFFICIENT_DATA: _VerdictKind.ValueType  # 10
-    VERDICT_KIND_SLOW_SERVER: _VerdictKind.ValueType  # 11
 
 class VerdictKind(_VerdictKind, metaclass=_VerdictKindEnumTypeWrapper): ...
 
@@ -47,12 +48,13 @@ VERDICT_KIND_SLOW_RANK: VerdictKind.ValueType  # 2
 VERDICT_KIND_SLOW_STAGE: VerdictKind.ValueType  # 3
 VERDICT_KIND_DATA_IMBALANCE: VerdictKind.ValueType  # 4
 VERDICT_KIND_JITTER: VerdictKind.ValueType  # 5
+VERDICT_KIND_SLOW_SERVER: VerdictKind.ValueType  # 11
+"""newer than the kinds below"""
 VERDICT_KIND_SLOW_COMMUNICATION: VerdictKind.ValueType  # 6
 VERDICT_KIND_INPUT_BOUND: VerdictKind.ValueType  # 7
 VERDICT_KIND_LOW_MFU: VerdictKind.ValueType  # 8
 VERDICT_KIND_HANG: VerdictKind.ValueType  # 9
 VERDICT_KIND_INSUFFICIENT_DATA: VerdictKind.ValueType  # 10
-VERDICT_KIND_SLOW_SERVER: VerdictKind.ValueType  # 11
 Global___VerdictKind: _TypeAlias = VerdictKind  # noqa: Y015
 
 class _Severity:

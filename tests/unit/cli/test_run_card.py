@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,14 @@ def test_names_of_the_job_cannot_steer_the_terminal() -> None:
     text = shown(job)
     assert "\x1b]0;" not in text and "\x1b[2J" not in text and "\x1b]8;" not in text
     assert "[link=https://evil.example]f[/b]" in text
+
+
+def test_the_card_shows_the_pace_of_an_asynchronous_run() -> None:
+    job = JobSummary("job")
+    job.add(state(replace(slow(1, 5.0), asynchronous="asynchronous: 2 workers, 40 updates/s", impact_ratio=0.2), 1.0))
+    text = shown(job)
+    assert "asynchronous: 2 workers, 40 updates/s" in text
+    assert "costs 20% of the run's updates" in text and "of the job," not in text
 
 
 def test_the_card_shows_the_link_by_its_fastest_member() -> None:
