@@ -27,17 +27,19 @@ class NvtxRanges:
         self._is_recording = is_recording
         self._annotation = annotation
         self._thread = _Thread()
+        # The names that torch calls.
+        vars(self).update(rangePushA=self._push, rangePop=self._pop)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
-    def rangePushA(self, message: str) -> Any:  # noqa: N802 (torch calls it by this name, and the next)
+    def _push(self, message: str) -> Any:
         depth = self._original.rangePushA(message)
         if switch.on and self._is_recording():
             self._open(message)
         return depth
 
-    def rangePop(self) -> Any:  # noqa: N802
+    def _pop(self) -> Any:
         depth = self._original.rangePop()
         ranges = self._thread.ranges
         if ranges:
@@ -70,5 +72,5 @@ def annotate_ranges(torch: Any) -> None:
         nvtx._nvtx = NvtxRanges(nvtx._nvtx, torch.autograd._profiler_enabled, torch.autograd.profiler.record_function)
 
 
-for _method in (NvtxRanges.rangePushA, NvtxRanges.rangePop):
+for _method in (NvtxRanges._push, NvtxRanges._pop):
     hide_from_dynamo(_method)

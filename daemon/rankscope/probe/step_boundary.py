@@ -21,6 +21,8 @@ from .torch_timers import (
 )
 
 RE_ELECT_AFTER_STEPS = 64
+# Fewer are no training loop: a test of gradients, an attribution method.
+PASSES_NEEDED = 16
 
 
 class Anchor:
@@ -191,3 +193,36 @@ def install_optimizer_hooks(
     optimizer_module.register_optimizer_step_pre_hook(keep_frame_from_dynamo(before))
     optimizer_module.register_optimizer_step_post_hook(keep_frame_from_dynamo(after))
     return hide_from_dynamo(mark), hide_from_dynamo(mark_implicitly)
+
+
+class BackwardSteps:
+    """Steps of a process that trains without an optimizer: the worker of a parameter server computes gradients, sends
+    them away and receives weights. There, each backward pass ends a step. A process that has made an optimizer steps it
+    after some number of passes, so its passes are no steps."""
+
+    def __init__(self, mark: Callable[[], None]) -> None:
+        self._mark = mark
+        self._passes = 0
+        self._has_optimizer = False
+
+    def watch(self, optimizer_class: Any) -> None:
+        """Learns of every optimizer that is made."""
+        original = optimizer_class.__init__
+
+        @functools.wraps(original)
+        def make(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self._has_optimizer = True
+            original(optimizer, *args, **kwargs)
+
+        optimizer_class.__init__ = keep_frame_from_dynamo(make)
+
+    def passed(self) -> None:
+        """A backward pass that accumulates gradients has ended, and is not inside another."""
+        if self._has_optimizer or not switch.on:
+            return
+        try:
+            self._passes += 1
+            if self._passes >= PASSES_NEEDED:
+                self._mark()
+        except Exception as error:
+            disable(error)

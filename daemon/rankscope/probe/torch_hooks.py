@@ -7,10 +7,9 @@ from typing import Any, Callable, Dict
 
 import rankscope.probe as api
 
-from .backward_steps import BackwardSteps
 from .nvtx_ranges import annotate_ranges
 from .session import Session
-from .step_boundary import install_optimizer_hooks
+from .step_boundary import BackwardSteps, install_optimizer_hooks
 from .torch_timers import hide_from_dynamo, time_checkpoints
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rankscope.probe import backward_steps, step_boundary, torch_timers
-from rankscope.probe.backward_steps import BackwardSteps
+from rankscope.probe import step_boundary, torch_timers
 from rankscope.probe.failure import switch
+from rankscope.probe.step_boundary import PASSES_NEEDED, BackwardSteps
 
 Hook = Callable[[Any, Any, Any], None]
 
@@ -265,7 +265,7 @@ def test_a_capture_that_fails_to_begin_leaves_nothing_behind() -> None:
 def test_backward_passes_are_steps_where_no_optimizer_is_made() -> None:
     loop = Loop()
     steps = BackwardSteps(loop.mark_implicitly)
-    for _ in range(backward_steps.PASSES_NEEDED + 4):
+    for _ in range(PASSES_NEEDED + 4):
         steps.passed()
     assert loop.tally.ledger[torch_timers.STEPS] == 5
 
@@ -279,7 +279,7 @@ def test_backward_passes_are_no_steps_once_an_optimizer_is_made() -> None:
     steps = BackwardSteps(loop.mark_implicitly)
     steps.watch(Made)
     assert Made(0.1).rate == 0.1
-    for _ in range(backward_steps.PASSES_NEEDED + 4):
+    for _ in range(PASSES_NEEDED + 4):
         steps.passed()
     assert loop.tally.ledger[torch_timers.STEPS] == 0
 
@@ -288,16 +288,16 @@ def test_backward_passes_are_no_steps_once_an_optimizer_steps() -> None:
     """Unpickled, it was never made in this process."""
     loop, optimizer = Loop(), Optimizer()
     steps = BackwardSteps(loop.mark_implicitly)
-    for _ in range(backward_steps.PASSES_NEEDED + 4):
+    for _ in range(PASSES_NEEDED + 4):
         steps.passed()
         loop.step(optimizer)
-    assert loop.steps == backward_steps.PASSES_NEEDED + 4
+    assert loop.steps == PASSES_NEEDED + 4
 
 
 def test_backward_passes_are_no_steps_where_steps_are_marked() -> None:
     loop = Loop()
     steps = BackwardSteps(loop.mark_implicitly)
     loop.mark()
-    for _ in range(backward_steps.PASSES_NEEDED + 4):
+    for _ in range(PASSES_NEEDED + 4):
         steps.passed()
     assert loop.tally.ledger[torch_timers.STEPS] == 1

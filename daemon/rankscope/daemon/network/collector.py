@@ -143,7 +143,7 @@ class NetworkCollector(Collector[NodeNetwork]):
         while not self._stop.is_set():
             try:
                 self.read()
-            except Exception as error:  # noqa: BLE001 - a driver may show anything; the next reading may work
+            except Exception as error:  # noqa: BLE001 - one reading is lost; if the thread ended, all would be
                 log.warning("the network could not be read: %s; it is tried again", describe(error))
             self._stop.wait(self._interval_seconds)
 

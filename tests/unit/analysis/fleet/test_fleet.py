@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ def key(name: str, team: str = "t") -> RunKey:
     return ("", team, name)
 
 
-def lone(count: int, prefix: str = "sweep", **changes: object) -> dict[RunKey, RunFacts]:
-    facts = {
+def lone(count: int, prefix: str = "sweep", **changes: Any) -> dict[RunKey, RunFacts]:
+    facts: dict[str, Any] = {
         "program": Program("t", "kim", "image", "python sweep.py", 1),
         "utilization_ratio": 0.15,
         "memory_bytes": 9e9,
@@ -40,7 +41,7 @@ def lone(count: int, prefix: str = "sweep", **changes: object) -> dict[RunKey, R
         "device": H100,
         **changes,
     }
-    return {key(f"{prefix}-{number}"): RunFacts(**facts) for number in range(count)}  # type: ignore[arg-type]  # by name
+    return {key(f"{prefix}-{number}"): RunFacts(**facts) for number in range(count)}
 
 
 def facts_of(

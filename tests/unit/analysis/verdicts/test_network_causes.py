@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ OVER_IB = NcclFacts("2.28.9", "IB", ("mlx5_0",), ("NET/IB/GDRDMA",), nodes=3)
 OVER_SOCKETS = NcclFacts("2.28.9", "Socket", ("eth0",), ("NET/Socket",), "NCCL_IB_DISABLE=1", nodes=3)
 
 
-def node(*ports: NetworkPort, **changes: object) -> NodeNetwork:
-    return replace(HEALTHY_NODE, ports=ports, **changes)  # type: ignore[arg-type]  # a test helper: real fields
+def node(*ports: NetworkPort, **changes: Any) -> NodeNetwork:
+    return replace(HEALTHY_NODE, ports=ports, **changes)
 
 
 def evidence_of(*nodes: NodeNetwork) -> str:
