@@ -136,6 +136,14 @@ class LongSteps:
 
 
 @dataclass(frozen=True)
+class HostPace:
+    """Of a rank that is timed on a device, over its last steps."""
+
+    quick_seconds: float  # that the quickest steps took on the host
+    gained_steps: float  # by how many steps of the device the host got further ahead, at most
+
+
+@dataclass(frozen=True)
 class CollectiveRate:
     """The operations of one process group and one function of NCCL since the last call. Bytes are those of the whole
     array, as nccl-tests count them."""
@@ -193,6 +201,7 @@ class StepSample(StepColumns):
     collectives: tuple[CollectiveRate, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
     long_steps: LongSteps | None = None  # None: waiting is measured in a few steps only
+    host_pace: HostPace | None = None  # None: steps are timed by the host, or too few are known
     communicators: tuple[Communicator, ...] = ()  # of NCCL
     is_inspected: bool = False  # NCCL's times are those of NCCL Inspector
 

@@ -1125,6 +1125,8 @@ class RankWindow(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     HOST_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_AHEAD_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_QUICK_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_GAINED_STEPS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_SOURCE_FIELD_NUMBER: _builtins.int
     LONG_STEPS_FIELD_NUMBER: _builtins.int
@@ -1168,6 +1170,11 @@ class RankWindow(_message.Message):
     ahead of the device within a step. A host that is never ahead holds the device up.
     """
     run_ahead_seconds: _builtins.float
+    host_quick_seconds: _builtins.float
+    """Over the last few hundred steps: what the quickest took on the host, and by how many steps of the device the host
+    got further ahead. A host that never got further ahead may have waited for its device in every step.
+    """
+    host_gained_steps: _builtins.float
     wait_source: _builtins.str
     """Where `wait_seconds` or `groups` come from: "NCCL", "NCCL Inspector", "ddp timers", "collective spans",
     "flight recorder", "blocking calls", "capture".
@@ -1251,6 +1258,8 @@ class RankWindow(_message.Message):
         gpu: Global___GpuUsage | None = ...,
         host_seconds: _builtins.float | None = ...,
         run_ahead_seconds: _builtins.float | None = ...,
+        host_quick_seconds: _builtins.float | None = ...,
+        host_gained_steps: _builtins.float | None = ...,
         groups: _abc.Iterable[Global___GroupSpan] | None = ...,
         wait_source: _builtins.str = ...,
         long_steps: Global___LongSteps | None = ...,
@@ -1261,9 +1270,9 @@ class RankWindow(_message.Message):
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_gained_steps", b"_host_gained_steps", "_host_quick_seconds", b"_host_quick_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_gained_steps", b"host_gained_steps", "host_quick_seconds", b"host_quick_seconds", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_gained_steps", b"_host_gained_steps", "_host_quick_seconds", b"_host_quick_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_gained_steps", b"host_gained_steps", "host_quick_seconds", b"host_quick_seconds", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backward_seconds: _TypeAlias = _typing.Literal["backward_seconds"]  # noqa: Y015
     _WhichOneofArgType__backward_seconds: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds"]  # noqa: Y015
@@ -1273,6 +1282,10 @@ class RankWindow(_message.Message):
     _WhichOneofArgType__communication_seconds: _TypeAlias = _typing.Literal["_communication_seconds", b"_communication_seconds"]  # noqa: Y015
     _WhichOneofReturnType__forward_seconds: _TypeAlias = _typing.Literal["forward_seconds"]  # noqa: Y015
     _WhichOneofArgType__forward_seconds: _TypeAlias = _typing.Literal["_forward_seconds", b"_forward_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__host_gained_steps: _TypeAlias = _typing.Literal["host_gained_steps"]  # noqa: Y015
+    _WhichOneofArgType__host_gained_steps: _TypeAlias = _typing.Literal["_host_gained_steps", b"_host_gained_steps"]  # noqa: Y015
+    _WhichOneofReturnType__host_quick_seconds: _TypeAlias = _typing.Literal["host_quick_seconds"]  # noqa: Y015
+    _WhichOneofArgType__host_quick_seconds: _TypeAlias = _typing.Literal["_host_quick_seconds", b"_host_quick_seconds"]  # noqa: Y015
     _WhichOneofReturnType__host_seconds: _TypeAlias = _typing.Literal["host_seconds"]  # noqa: Y015
     _WhichOneofArgType__host_seconds: _TypeAlias = _typing.Literal["_host_seconds", b"_host_seconds"]  # noqa: Y015
     _WhichOneofReturnType__input_seconds: _TypeAlias = _typing.Literal["input_seconds"]  # noqa: Y015
@@ -1309,6 +1322,10 @@ class RankWindow(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__communication_seconds) -> _WhichOneofReturnType__communication_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__forward_seconds) -> _WhichOneofReturnType__forward_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_gained_steps) -> _WhichOneofReturnType__host_gained_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_quick_seconds) -> _WhichOneofReturnType__host_quick_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_seconds) -> _WhichOneofReturnType__host_seconds | None: ...
     @_typing.overload

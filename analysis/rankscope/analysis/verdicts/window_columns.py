@@ -26,7 +26,7 @@ SHOWN_FIGURES = (
 )
 FIGURES = (
     *RANK_FIGURES,
-    *("steps_total", "last_step_unix_seconds", "is_captured"),
+    *("steps_total", "last_step_unix_seconds", "is_captured", "host_quick_seconds", "host_gained_steps"),
     *SHOWN_FIGURES,
     *(f"group{number}_{name}" for number in range(GROUPS) for name in GROUP_FIGURES),
 )

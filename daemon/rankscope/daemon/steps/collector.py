@@ -19,6 +19,7 @@ from rankscope.daemon.config import Config
 from rankscope.daemon.procfs import RingSearch
 from rankscope.daemon.samples import GroupSpan, ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import long_steps, ring_reader, step_columns
+from rankscope.daemon.steps.host_pace import HostSteps
 from rankscope.daemon.steps.long_steps import Mask, RecentSteps
 from rankscope.daemon.steps.nccl_inspector import InspectorLog
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
@@ -54,6 +55,7 @@ class _Progress:
     groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
     nccl: NcclProgress = field(default_factory=NcclProgress)
     recent: RecentSteps = field(default_factory=RecentSteps)
+    host: HostSteps = field(default_factory=HostSteps)
 
 
 class StepsCollector(Collector[StepSample]):
@@ -215,6 +217,7 @@ def _sample(
         groups = tuple(
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
         )
+    host = progress.host.followed_by(rows.host_seconds[first_rows], step_seconds, records["steps"][kept])
     last_step_ns = int(records["end_ns"][good][-1]) if len(records) else progress.last_step_ns
     sample = StepSample(
         **vars(rows),
@@ -232,12 +235,14 @@ def _sample(
         collectives=nccl.collectives,
         is_blind=is_blind,
         long_steps=found_long,
+        host_pace=host.pace(),
         communicators=nccl.communicators,
         is_inspected=progress.inspector.is_found,
     )
     return sample, replace(
         progress,
         recent=progress.recent.followed_by(step_seconds, wait_seconds, bounding_seconds),
+        host=host,
         next_sequence=header.records + (0 if held_back else 1),
         steps=header.steps - steps_held_back,
         last_step_ns=last_step_ns,

@@ -127,6 +127,7 @@ STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
 PARTS_OF_SELF = ("input_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "checkpoint_seconds")
 USUAL = ("usual_wait_seconds", "usual_self_seconds", "usual_checkpoint_seconds")
 MEANS = ("communication_seconds", *PARTS_OF_SELF, "host_seconds", "run_ahead_seconds")
+HOST_PACE = ("host_quick_seconds", "host_gained_steps")
 SOURCES_OF_WAIT = {
     ring_layout.GROUP_NCCL: "NCCL",
     ring_layout.GROUP_DDP: "ddp timers",
@@ -292,6 +293,10 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
     if sample.facts.nccl_cost_ratio is not None:
         window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
         names.append("nccl_cost_ratio")
+    if sample.host_pace is not None:
+        window.host_quick_seconds = sample.host_pace.quick_seconds
+        window.host_gained_steps = sample.host_pace.gained_steps
+        names += HOST_PACE
     if sample.facts.tokens_per_step is not None:
         window.tokens_per_step = sample.facts.tokens_per_step
         names.append("tokens_per_step")
@@ -420,7 +425,7 @@ def window_columns(windows: Sequence[RankWindow], span: Span) -> WindowColumns:
 
 
 def _column_values(window: RankWindow) -> dict[str, float]:
-    row = step_means(window) | measured(window, ("steps", "steps_total", "mfu_ratio", "tokens_per_step"))
+    row = step_means(window) | measured(window, ("steps", "steps_total", "mfu_ratio", "tokens_per_step", *HOST_PACE))
     if window.HasField("wait_seconds"):
         row["transfer_seconds"] = window.wait_seconds.p10
     if window.self_seconds.p10 > 0:

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
 from rankscope.analysis.verdicts.exposed_communication import POINT_TO_POINT, GroupSpans, group_waits
+from rankscope.analysis.verdicts.host_pace import HostFigures, own_pace
 from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RANK_FIGURES, columns
 from rankscope.analysis.verdicts.windows import (
     MAX_COMMUNICATORS,
@@ -34,13 +35,17 @@ from rankscope.operator.correlation.node_networks import node_networks
 from rankscope.v1 import window_pb2
 
 # Rows of the table of figures.
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _FORWARD, _LONG, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _FORWARD, _LONG, _LATE, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
     FIGURES.index,
     (
-        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "forward", "long")),
+        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "forward", "long", "late")),
         *("steps_total", "last_step_unix_seconds", "is_captured", f"group0_{GROUP_FIGURES[0]}"),
     ),
 )
+_HOST_FIGURES = [
+    *(FIGURES.index(name) for name in ("step_seconds", "host_seconds", "run_ahead_seconds")),
+    *(FIGURES.index(name) for name in ("host_quick_seconds", "host_gained_steps")),
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,21 @@ def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
     waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], usual_steps)
     found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
     figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
+    _add_hidden_hosts(figures, timed, job[timed])
+
+
+def _add_hidden_hosts(figures: Floats, timed: Ints, job: Ints) -> None:
+    """What a host needs for a step is the rank's own, also while its device waits for another rank. Where ranks meet in
+    few steps, they wait in these for what the others lasted, so such waiting is not that of long steps."""
+    table = figures[:, timed]
+    pace = own_pace(HostFigures(*table[_HOST_FIGURES]), table[_SELF], job)
+    own = pace - table[_TRANSFER]
+    hidden = np.flatnonzero(own > table[_SELF])
+    late = np.nan_to_num(table[_LATE, hidden])
+    rows = timed[hidden]
+    figures[_SELF, rows] = own[hidden]
+    figures[_WAIT, rows] = np.maximum(table[_STEP, hidden] - late - own[hidden], 0.0)
+    figures[_LONG, rows] = np.where(late > 0, late, np.nan)
 
 
 def _settle_captured(figures: Floats, captured: Bools) -> bool:
