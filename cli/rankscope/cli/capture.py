@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from rankscope.cli import nsight
 from rankscope.cli.capture_download import (
     DownloadError,
     Fetched,
@@ -47,6 +48,7 @@ examples:
   rankscope capture bert --ranks 0,4-7 --seconds 2         some ranks, by time
   rankscope capture --ranks straggler+peer --steps 5       the slow rank, and a healthy one to compare it with
   rankscope capture team/llama --steps 3 --context prod    a run of a cluster (rankscope context --help)
+  rankscope capture --nsight --seconds 5 --output reports/ a job that was started by `nsys launch`
 
 Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md describes
 what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every rank delivered, 1 if some did not;
@@ -85,15 +87,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="wait this long for ranks that cannot be had at once (default: 60)",
     )
+    parser.add_argument(
+        "--nsight",
+        action="store_true",
+        help="record by nsys instead, for jobs of yours on this machine that were started by `nsys launch`",
+    )
     parser.add_argument("--reason", default="", metavar="TEXT", help="kept with the capture")
     add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
+    if arguments.nsight:
+        _check_nsight(request)
     if arguments.output is not None:
         prepare(arguments.output)
     with connected(arguments) as (target, channel):
+        if arguments.nsight:
+            return nsight.record(channel, target, arguments)
         return _Asked(CaptureServiceStub(channel), target, arguments).run(request)
 
 
@@ -193,6 +204,15 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
     if arguments.patience is not None:
         request.patience_seconds = _seconds("--patience", arguments.patience)
     return request
+
+
+def _check_nsight(request: pb.StartCaptureRequest) -> None:
+    plain = pb.StartCaptureRequest(options=pb.CaptureOptions(repeat=1))
+    if request.options != plain.options or request.HasField("patience_seconds") or request.reason:
+        raise CommandError(
+            "--nsight records what `nsys launch` was told to; leave out all options but RUN, --ranks, --steps, "
+            "--seconds, --output and --json"
+        )
 
 
 def _count(option: str, value: int, least: int) -> int:
