@@ -221,6 +221,7 @@ export interface RankDetail {
   readonly mfu_ratio: number | null;
   readonly cpu_ratio: number | null;
   readonly gpu_utilization_ratio: number | null;
+  readonly range_seconds: Readonly<Record<string, number>>;
   readonly problems: readonly string[];
   readonly run: string;
   readonly pod: string;

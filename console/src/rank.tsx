@@ -10,8 +10,11 @@ import { Answer, Figures, Note, Notice, shownSeconds, TimeRange, useAnswer, type
 import { PhaseBars } from "./phases";
 import { REFRESH_SECONDS } from "./run";
 
+const MAX_RANGES = 8;
+
 function figures(of: RankDetail): FigureOf[] {
   const throttled = Object.entries(of.throttled_seconds).filter(([, seconds]) => seconds > 0);
+  const ranges = Object.entries(of.range_seconds);
   return [
     { name: "Step", definition: "Median step time of the window", value: quantity(of.step_seconds, "seconds") },
     { name: "Self time", definition: "Step time less waiting on others. Compare ranks by this one", value: quantity(of.self_seconds, "seconds") },
@@ -23,6 +26,7 @@ function figures(of: RankDetail): FigureOf[] {
     { name: "GPU", definition: "Time with any kernel running on the rank's GPU", value: quantity(of.gpu_utilization_ratio, "ratio") },
     { name: "Throttled", definition: "Why the GPU's clock was held back in the window", value: throttled.map(([reason]) => reason.replaceAll("_", " ")).join(", ") || "–" },
     { name: "Memory", definition: "Device memory that torch's allocator has handed out", value: quantity(of.memory.allocated_bytes, "bytes") },
+    ...(ranges.length > 0 ? [{ name: "NVTX ranges", definition: "Host time of a step by the program's own ranges, less that of ranges inside them", value: ranges.slice(0, MAX_RANGES).map(([name, seconds]) => `${name} ${quantity(seconds, "seconds")}`).join(", ") }] : []),
     { name: "Wait measured by", definition: "Where the time of communication comes from", value: of.wait_source || "–" },
   ];
 }

@@ -34,9 +34,12 @@ ring_layout.COUNTERS.pack_into(_ROUND, ring_layout.COUNTERS_OFFSET, 20_000, 20_0
 _GROUPED = bytearray(_REAL[0])
 _KINDS = range(ring_layout.GROUP_EXPOSED, ring_layout.GROUP_RECORDER + 1)
 _TABLE = b"".join(ring_layout.GROUP.pack(kind << 32 | 7, 4, 2, kind, 12, 0.25, 1.2) for kind in _KINDS)
-ring_layout.GROUPS_HEAD.pack_into(_GROUPED, ring_layout.GROUPS_OFFSET, len(_KINDS), zlib.crc32(_TABLE))
-_TABLE_START = ring_layout.GROUPS_OFFSET + ring_layout.GROUPS_HEAD.size
+ring_layout.TABLE_HEAD.pack_into(_GROUPED, ring_layout.GROUPS_OFFSET, len(_KINDS), zlib.crc32(_TABLE))
+_TABLE_START = ring_layout.GROUPS_OFFSET + ring_layout.TABLE_HEAD.size
 _GROUPED[_TABLE_START : _TABLE_START + len(_TABLE)] = _TABLE
+_RANGES = ring_layout.RANGE.pack(b"forward", 20, 1.5) + ring_layout.RANGE.pack("données".encode(), 20, 0.5)
+_RANGES = ring_layout.TABLE_HEAD.pack(2, zlib.crc32(_RANGES)) + _RANGES
+_GROUPED[ring_layout.RANGES_OFFSET : ring_layout.RANGES_OFFSET + len(_RANGES)] = _RANGES
 SEEDS = [*_REAL, bytes(_ROUND), bytes(_GROUPED)]
 TOKENS = [
     ring_layout.MAGIC,
@@ -60,7 +63,10 @@ _FACTS = (
 )
 _COLUMNS = ("step", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
 _FIXED, _LIVE = ring_layout.FIXED.size, ring_layout.LIVE.size
-_GROUPS_SIZE = ring_layout.GROUPS_HEAD.size + ring_layout.GROUPS_AT_MOST * ring_layout.GROUP.size
+_TABLES = (
+    (ring_layout.GROUPS_OFFSET, ring_layout.GROUP, ring_layout.GROUPS_AT_MOST),
+    (ring_layout.RANGES_OFFSET, ring_layout.RANGE, ring_layout.MAX_RANGES),
+)
 
 
 def _owner(ring: bytes) -> int:
@@ -209,7 +215,7 @@ class _Sealing:
             (ring_layout.LIVE_OFFSET, ring_layout.LIVE_OFFSET + _LIVE),
             (ring_layout.FACTS_OFFSET, ring_layout.FACTS_OFFSET + 600),
             (ring_layout.ANSWER_OFFSET, ring_layout.ANSWER_OFFSET + 200),
-            (ring_layout.GROUPS_OFFSET, ring_layout.GROUPS_OFFSET + _GROUPS_SIZE),
+            *((offset, offset + ring_layout.TABLE_HEAD.size + most * row.size) for offset, row, most in _TABLES),
             *((start, start + ring_layout.RECORD.size) for start in _record_starts(size)),
             (ring_layout.HEADER_BYTES, size),
         ]
@@ -229,10 +235,11 @@ def sealed(data: bytes) -> bytes:
     (text,) = ring_layout.ANSWER.unpack_from(ring, ring_layout.ANSWER_OFFSET)[-1:]
     end = ring_layout.ANSWER_OFFSET + ring_layout.ANSWER.size + min(text, ring_layout.ANSWER_TEXT_BYTES)
     ring_layout.CHECKSUM.pack_into(ring, end, zlib.crc32(ring[ring_layout.ANSWER_OFFSET : end]))
-    (rows,) = ring_layout.GROUPS_HEAD.unpack_from(ring, ring_layout.GROUPS_OFFSET)[:1]
-    groups = ring_layout.GROUPS_OFFSET + ring_layout.GROUPS_HEAD.size
-    table = ring[groups : groups + min(rows, ring_layout.GROUPS_AT_MOST) * ring_layout.GROUP.size]
-    ring_layout.GROUPS_HEAD.pack_into(ring, ring_layout.GROUPS_OFFSET, rows, zlib.crc32(table))
+    for offset, row, most in _TABLES:
+        (rows,) = ring_layout.TABLE_HEAD.unpack_from(ring, offset)[:1]
+        start = offset + ring_layout.TABLE_HEAD.size
+        table = ring[start : start + min(rows, most) * row.size]
+        ring_layout.TABLE_HEAD.pack_into(ring, offset, rows, zlib.crc32(table))
     for start in _record_starts(len(ring)):
         body = ring[start : start + ring_layout.RECORD.size]
         ring_layout.CHECKSUM.pack_into(ring, start + ring_layout.RECORD.size, zlib.crc32(body))

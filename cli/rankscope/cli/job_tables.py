@@ -12,6 +12,7 @@ from rankscope.analysis.verdicts.verdict import Severity, milliseconds
 from rankscope.cli.terminal import make_table
 from rankscope.common.text import one_line
 from rankscope.operator.console.answers import cpu_ratio, measured
+from rankscope.operator.correlation.columns import range_seconds
 from rankscope.v1.window_pb2 import RankWindow
 
 STARVED_SHOWN = 0.05
@@ -35,6 +36,7 @@ def rank_table(
         "ahead": any(window.HasField("run_ahead_seconds") for window in windows),
         "GPU": any(window.HasField("gpu") for window in windows),
         "tensor": any(window.HasField("gpu") for window in windows),
+        "longest range": any(window.ranges for window in windows),
         "phase": stacks,
         "hottest own line": stacks,
     }
@@ -98,6 +100,14 @@ def _phase(window: RankWindow) -> str:
     return f"{phase} {shares[phase]:.0%}"
 
 
+def _range(window: RankWindow) -> str:
+    found = range_seconds(window)
+    if not found:
+        return "–"
+    name = max(found, key=lambda name: found[name])
+    return f"{name} {milliseconds(found[name])}"
+
+
 def _hottest(window: RankWindow) -> str:
     own = [frame for frame in window.stacks.frames if "site-packages" not in frame.file and frame.own_share > 0]
     if not own:
@@ -120,8 +130,22 @@ _CELLS: dict[str, Callable[[RankWindow], str]] = {
     "CPU": _cpu,
     "GPU": _gpu,
     "tensor": _tensor,
+    "longest range": _range,
     "phase": _phase,
     "hottest own line": _hottest,
 }
-_WORDS = ("node", "phase", "hottest own line")
-_LEAST_IMPORTANT = ("hottest own line", "phase", "pid", "tensor", "ahead", "input", "GPU", "CPU", "MFU", "node", "wait")
+_WORDS = ("node", "longest range", "phase", "hottest own line")
+_LEAST_IMPORTANT = (
+    "hottest own line",
+    "phase",
+    "longest range",
+    "pid",
+    "tensor",
+    "ahead",
+    "input",
+    "GPU",
+    "CPU",
+    "MFU",
+    "node",
+    "wait",
+)

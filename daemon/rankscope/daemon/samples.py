@@ -198,6 +198,7 @@ class StepSample(StepColumns):
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
     groups: tuple[GroupSpan, ...] = ()
+    ranges: Mapping[str, float] = field(default_factory=dict)  # seconds of a step by NVTX range, the longest first
     collectives: tuple[CollectiveRate, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
     long_steps: LongSteps | None = None  # None: waiting is measured in a few steps only

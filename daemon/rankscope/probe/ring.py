@@ -7,6 +7,7 @@ import fcntl
 import json
 import mmap
 import os
+import struct
 import time
 import zlib
 from typing import Any, Dict, Sequence, Tuple
@@ -63,9 +64,15 @@ class Ring:
         self._counters[0], self._counters[1] = self.records, self.steps
 
     def write_groups(self, rows: Sequence[Sequence[Any]]) -> None:
-        body = b"".join([ring_layout.GROUP.pack(*row) for row in rows])
-        head = ring_layout.GROUPS_HEAD.pack(len(rows), zlib.crc32(body))
-        self._memory[ring_layout.GROUPS_OFFSET : ring_layout.GROUPS_OFFSET + len(head) + len(body)] = head + body
+        self._write_table(ring_layout.GROUPS_OFFSET, ring_layout.GROUP, rows)
+
+    def write_ranges(self, rows: Sequence[Sequence[Any]]) -> None:
+        self._write_table(ring_layout.RANGES_OFFSET, ring_layout.RANGE, rows)
+
+    def _write_table(self, offset: int, layout: struct.Struct, rows: Sequence[Sequence[Any]]) -> None:
+        body = b"".join([layout.pack(*row) for row in rows])
+        head = ring_layout.TABLE_HEAD.pack(len(rows), zlib.crc32(body))
+        self._memory[offset : offset + len(head) + len(body)] = head + body
 
     def write_live(self, memory: Tuple[int, int, int, int], collectives: Tuple[int, int]) -> None:
         body = ring_layout.LIVE.pack(time.monotonic_ns(), time.time_ns(), *memory, *collectives)

@@ -9,6 +9,7 @@
    3072  command      the one part that the daemon writes: u32 number, which moves last, then the command; crc32
    3328  answer       how far the probe is with the command; crc32
    4096  groups       time in collectives per process group, summed since the process began; crc32
+   4608  ranges       time of the training thread by NVTX range, summed since the first one; crc32
    8192  records
 
 A record covers one step, or several that together took 10 ms: microsecond steps are not worth a record each, and so the
@@ -98,9 +99,11 @@ PHASE_WRITTEN = 5
 PHASE_FAILED = 6
 PHASE_OFF = 7  # captures have failed in an unexpected way, and are not tried again
 
-# How many rows there are, crc32 of them; then a row per process group and kind: id (equal on all members), size, own
-# position, kind, steps that were sampled, seconds in collectives in these steps, seconds of these steps.
-GROUPS_HEAD = struct.Struct("<II")
+# A table: how many rows there are, crc32 of them; then the rows.
+TABLE_HEAD = struct.Struct("<II")
+
+# A row per process group and kind: id (equal on all members), size, own position, kind, steps that were sampled,
+# seconds in collectives in these steps, seconds of these steps.
 GROUP = struct.Struct("<QIIIQdd")
 GROUPS_AT_MOST = 8
 GROUP_EXPOSED = 1  # the step's own stream (on a CPU: the training thread) stood still meanwhile
@@ -109,6 +112,12 @@ GROUP_POINT_TO_POINT = 3  # exposed; members have different roles and are not co
 GROUP_DDP = 4  # exposed, by DistributedDataParallel's own timers
 GROUP_RECORDER = 5  # overlapped, by the durations of NCCL's flight recorder
 GROUP_NCCL = 6  # overlapped, by NCCL's own times (nccl_layout.py): of every step; not in the ring
+
+# A row per range: name, steps since the first range, seconds in it and in no range inside it. Older probes write none.
+RANGES_OFFSET = 4608
+RANGE_NAME_BYTES = 48
+RANGE = struct.Struct("<{}sQd".format(RANGE_NAME_BYTES))
+MAX_RANGES = 32
 
 # sequence, end_monotonic_ns, span_ns; seconds: input, blocking communication, optimizer, checkpoint; seconds of the
 # record before: ddp forward, backward, communication, overlap; seconds: host, run-ahead, exposed communication, inside

@@ -19,6 +19,7 @@ from .ddp import NOT_MEASURED, DdpSampler, Figures
 from .device_steps import DeviceSteps
 from .facts import Facts
 from .failure import disable, switch
+from .nvtx_ranges import RangeTimes
 from .ring import Ring
 from .step_boundary import training_thread_id
 from .torch_timers import BACKWARD, BLOCKING, CHECKPOINT, INPUT, LAST_END, OPTIMIZER, STEPS, FlopCount, Tally
@@ -39,6 +40,7 @@ class Session:
         self._torch = torch
         self.tally = Tally()
         self.spans = Spans(torch, self.tally)
+        self.ranges = RangeTimes(self.tally)
         self.sampler = DdpSampler()
         self.facts = Facts(torch)
         self._captures = Captures(torch)
@@ -179,6 +181,9 @@ class Session:
         self._use_device(ring)
         self.spans.rate.tune()
         ring.write_groups(self.spans.groups.rows())
+        ranges = self.ranges.rows()
+        if ranges:
+            ring.write_ranges(ranges)
         self._flags &= ~(ring_layout.FLAG_DDP | ring_layout.FLAG_BLIND)
         if self.sampler.models:
             self._flags |= ring_layout.FLAG_DDP

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict
 
 import rankscope.probe as api
 
-from .nvtx_ranges import annotate_ranges
+from .nvtx_ranges import watch_ranges
 from .session import Session
 from .step_boundary import BackwardSteps, install_optimizer_hooks
 from .torch_timers import hide_from_dynamo, time_checkpoints
@@ -28,7 +28,7 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
         torch.cuda,
     )
     time_checkpoints(torch, tally)
-    annotate_ranges(torch)
+    watch_ranges(torch, session.ranges)
     backward_steps = BackwardSteps(mark_implicitly)
     backward_steps.watch(optimizers.Optimizer)
     session.spans.install_backward(

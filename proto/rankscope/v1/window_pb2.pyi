@@ -250,6 +250,32 @@ class CollectiveRate(_message.Message):
 Global___CollectiveRate: _TypeAlias = CollectiveRate  # noqa: Y015
 
 @_typing.final
+class RangeTime(_message.Message):
+    """Time of the training thread in one of the program's NVTX ranges, on the host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """numbers are "#"; "other ranges": those beyond the 31 that came first"""
+    seconds: _builtins.float
+    """per step, less that of ranges inside it"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RangeTime: _TypeAlias = RangeTime  # noqa: Y015
+
+@_typing.final
 class Memory(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1133,6 +1159,7 @@ class RankWindow(_message.Message):
     NCCL_COST_RATIO_FIELD_NUMBER: _builtins.int
     TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
     NETWORK_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
@@ -1216,6 +1243,10 @@ class RankWindow(_message.Message):
         """those with the most bytes, bounded in number; from NCCL"""
 
     @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___RangeTime]:
+        """the longest first, bounded in number; none where the program pushes none"""
+
+    @_builtins.property
     def network(self) -> Global___NodeNetwork:
         """only of the first rank of each job on a node"""
 
@@ -1266,13 +1297,14 @@ class RankWindow(_message.Message):
         nccl_cost_ratio: _builtins.float | None = ...,
         tokens_per_step: _builtins.float | None = ...,
         collectives: _abc.Iterable[Global___CollectiveRate] | None = ...,
+        ranges: _abc.Iterable[Global___RangeTime] | None = ...,
         network: Global___NodeNetwork | None = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_gained_steps", b"_host_gained_steps", "_host_quick_seconds", b"_host_quick_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_gained_steps", b"host_gained_steps", "host_quick_seconds", b"host_quick_seconds", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_gained_steps", b"_host_gained_steps", "_host_quick_seconds", b"_host_quick_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_gained_steps", b"host_gained_steps", "host_quick_seconds", b"host_quick_seconds", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_gained_steps", b"_host_gained_steps", "_host_quick_seconds", b"_host_quick_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_gained_steps", b"host_gained_steps", "host_quick_seconds", b"host_quick_seconds", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "ranges", b"ranges", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__backward_seconds: _TypeAlias = _typing.Literal["backward_seconds"]  # noqa: Y015
     _WhichOneofArgType__backward_seconds: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds"]  # noqa: Y015

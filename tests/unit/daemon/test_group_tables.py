@@ -20,7 +20,7 @@ from tests.unit.daemon.ring_writer import Writer, sample_of
 
 NAN = float("nan")
 GOOD = (7, 4, 2, ring_layout.GROUP_EXPOSED)
-BODY = ring_layout.GROUPS_OFFSET + ring_layout.GROUPS_HEAD.size
+BODY = ring_layout.GROUPS_OFFSET + ring_layout.TABLE_HEAD.size
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def looked_at(collector: StepsCollector) -> StepSample:
 def test_a_table_that_claims_too_many_rows_is_not_read(count: int, writer: Writer, collector: StepsCollector) -> None:
     size = count * ring_layout.GROUP.size
     body = bytes(writer.write[BODY : BODY + min(size, ring_layout.HEADER_BYTES - BODY)])
-    ring_layout.GROUPS_HEAD.pack_into(writer.write, ring_layout.GROUPS_OFFSET, count, zlib.crc32(body))
+    ring_layout.TABLE_HEAD.pack_into(writer.write, ring_layout.GROUPS_OFFSET, count, zlib.crc32(body))
     sample = looked_at(collector)
     assert sample.groups == () and len(sample.step_seconds) == 1
 

@@ -50,6 +50,9 @@ class _Culprit:
     history: StackHistory
     gpu: GpuEvidence | None
     peers_gpus: Sequence[GpuEvidence]
+    ranges: Mapping[str, float]
+    peers_ranges: Sequence[Mapping[str, float]]
+    policy: Policy
 
     @property
     def excess_seconds(self) -> float:
@@ -78,12 +81,27 @@ class _Culprit:
         """The cause with the first lines of its phase. Where there are samples enough to prove one, its evidence has
         the share of the rank's time in that line and its peers' share. A line of a library is named only if it is
         proven: one sample of ten is a large share, and any line of a library is seen once."""
+        cause = replace(cause, evidence=_joined(cause.evidence, self.range_in_excess()))
         recent = _of_phase(self.explaining(waiting), cause.phase)
         proven = self.history.proven(self.rank, self.others, {one.frame for one in recent})
         if not proven:
             return replace(cause, frames=self.shown([one for one in recent if is_user_code(one.frame)]))
         evidence = _joined(cause.evidence, sentence(ranks([self.rank]), proven[0]))
         return replace(cause, frames=self.shown(proven), evidence=evidence)
+
+    def range_in_excess(self) -> str:
+        """The NVTX range that holds the excess, if one does. Ranges are host time: a host that is ahead of its device
+        waits in any of them. So they tell where the host is late, or where it does the work."""
+        if not self.ranges or not self.peers_ranges or (is_timed_on_device(self.columns)[self.row] and not self.bound):
+            return ""
+        more = {
+            name: seconds - median(peer.get(name, 0.0) for peer in self.peers_ranges)
+            for name, seconds in self.ranges.items()
+        }
+        name = max(more, key=lambda name: more[name])
+        if more[name] < self.policy.cause_share * self.excess_seconds:
+            return ""
+        return f"{milliseconds(more[name])} a step more in its NVTX range {name!r}"
 
     def shown(self, found: Sequence[FrameExcess]) -> tuple[FrameSeen, ...]:
         """The first few of those that the latest stacks have."""
@@ -99,8 +117,9 @@ def name_cause(
     policy: Policy,
     gpus: Mapping[int, GpuEvidence] | None = None,
     history: StackHistory | None = None,
+    ranges: Mapping[int, Mapping[str, float]] | None = None,
 ) -> Cause:
-    """Cause of the culprits' excess in one (merged) window of one job. `stacks` and `gpus` are by rank."""
+    """Cause of the culprits' excess in one (merged) window of one job. `stacks`, `gpus` and `ranges` are by rank."""
     row = screened.slowest(culprits)
     peers = ~culprits & (columns.stage == columns.stage[row])
     rank, others = int(columns.rank[row]), columns.rank[peers].tolist()
@@ -118,6 +137,9 @@ def name_cause(
         history or StackHistory(),
         (gpus or {}).get(rank),
         [gpus[other] for other in others if other in gpus] if gpus else [],
+        (ranges or {}).get(rank, {}),
+        [ranges[other] for other in others if other in ranges] if ranges else [],
+        policy,
     )
     if screened.starved[row] and culprit.bound != DEVICE:
         return _starved(culprit)
@@ -177,7 +199,7 @@ def _late_host(culprit: _Culprit, policy: Policy) -> Cause:
     late = f"its host is late by {milliseconds(excess)} a step"
     if culprit.stacks is None or not culprit.peers_stacks:
         of = "its" if culprit.stacks is None else "its peers'"
-        return Cause("unknown", (), f"{late}; {of} stacks were not sampled", HOST)
+        return culprit.explained(Cause("unknown", (), f"{late}; {of} stacks were not sampled", HOST))
     needed = policy.stack_cause_share * excess
     phase, held = _seen_in_stacks(culprit, HOST_WAITING_PHASES, needed)
     cause = Cause(phase, (), f"{late}, {milliseconds(held)} of it in {_named(phase).removeprefix('of ')}", HOST)

@@ -217,12 +217,13 @@ class RecentWindows:
         evidence = merge_evidence(windows, _witnesses(columns, screened, rows))
         stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
         gpus = {rank: e.gpu for rank, e in evidence.items() if e.gpu is not None}
+        ranges = {rank: e.ranges for rank, e in evidence.items() if e.ranges}
         if not same:
             self._history = StackHistory()
         if self._cause_age % period == 0 and not windows[-1].is_captured:  # so no window is counted twice
             self._history.add(stacks)
         screened = with_stalls(screened, columns, self._policy)
-        cause = name_cause(columns, screened, rows, stacks, self._policy, gpus, self._history)
+        cause = name_cause(columns, screened, rows, stacks, self._policy, gpus, self._history, ranges)
         is_other = (cause.bound, cause.phase) != (before.cause.bound, before.cause.phase)
         self._other_causes = self._other_causes + 1 if same and is_other else 0
         if not same:

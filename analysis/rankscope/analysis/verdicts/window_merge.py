@@ -47,7 +47,7 @@ def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
 
 
 def merge_evidence(windows: Sequence[JobWindow], only: Sequence[int] | None = None) -> Mapping[int, RankEvidence]:
-    """Stacks of all windows together; of the rest the latest. `only` names the ranks wanted."""
+    """Stacks and ranges of all windows together; of the rest the latest. `only` names the ranks wanted."""
     tables = [window.evidence() for window in windows]
     merged = {}
     for rank in tables[-1] if only is None else only:
@@ -63,8 +63,15 @@ def merge_evidence(windows: Sequence[JobWindow], only: Sequence[int] | None = No
             stacks=merge_profiles(profiles),
             starved_share=float(np.mean(starved)) if starved else None,
             gpu=merge_gpus([evidence.gpu for evidence in seen if evidence.gpu is not None]),
+            ranges=_merge_ranges([evidence.ranges for evidence in seen if evidence.ranges]),
         )
     return merged
+
+
+def _merge_ranges(parts: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """Means. A range that a window does not name took no time in it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in names}
 
 
 def merge_windows(windows: Sequence[JobWindow]) -> JobWindow:

@@ -185,6 +185,7 @@ class RankEvidence:
     starved_share: float | None = None
     window_seconds: float = 0.0
     gpu: GpuEvidence | None = None  # where it uses exactly one
+    ranges: Mapping[str, float] = field(default_factory=dict)  # host seconds of a step by NVTX range
 
 
 @dataclass(frozen=True)

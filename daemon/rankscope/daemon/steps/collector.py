@@ -53,6 +53,7 @@ class _Progress:
     monotonic_offset_ns: int = 0  # of the process' time namespace
     last_step_ns: int | None = None  # on the process' monotonic clock
     groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
+    ranges: step_columns.RangeTotals = field(default_factory=dict)
     nccl: NcclProgress = field(default_factory=NcclProgress)
     recent: RecentSteps = field(default_factory=RecentSteps)
     host: HostSteps = field(default_factory=HostSteps)
@@ -185,6 +186,7 @@ def _sample(
     is_long = long_steps.find_long(progress.recent, step_seconds)
     nccl, nccl_progress = _nccl(process, header.owner_pid, progress, clock_ns, records[kept], is_long)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
+    ranges, range_totals = step_columns.range_seconds(ring_reader.read_ranges(fd), progress.ranges)
     untold = _untold_messages(nccl, groups) if progress.inspector.is_found else ()
     if untold:
         nccl = replace(nccl, wait_seconds=None)
@@ -232,6 +234,7 @@ def _sample(
         collectives_enqueued=_bounded(live.collectives_enqueued, COUNTER_AT_MOST),
         collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
         groups=groups if progress.next_sequence is not None else (),
+        ranges=ranges if progress.next_sequence is not None else {},
         collectives=nccl.collectives,
         is_blind=is_blind,
         long_steps=found_long,
@@ -247,6 +250,7 @@ def _sample(
         steps=header.steps - steps_held_back,
         last_step_ns=last_step_ns,
         groups=totals,
+        ranges=range_totals,
         nccl=nccl_progress,
     )
 

@@ -62,6 +62,9 @@ GROUP_DTYPE = np.dtype(
 )
 assert GROUP_DTYPE.itemsize == ring_layout.GROUP.size
 
+RANGE_DTYPE = np.dtype([("name", f"S{ring_layout.RANGE_NAME_BYTES}"), ("steps", "<u8"), ("seconds", "<f8")])
+assert RANGE_DTYPE.itemsize == ring_layout.RANGE.size
+
 Records: TypeAlias = npt.NDArray[np.void]
 
 
@@ -208,16 +211,25 @@ def read_facts_text(fd: int) -> bytes | None:
 
 
 def read_groups(fd: int) -> Records | None:
-    """The table of process groups; None if every attempt met a write in progress, or the writer is broken."""
+    """The table of process groups."""
+    return _read_table(fd, ring_layout.GROUPS_OFFSET, GROUP_DTYPE, ring_layout.GROUPS_AT_MOST)
+
+
+def read_ranges(fd: int) -> Records | None:
+    """The table of NVTX ranges."""
+    return _read_table(fd, ring_layout.RANGES_OFFSET, RANGE_DTYPE, ring_layout.MAX_RANGES)
+
+
+def _read_table(fd: int, offset: int, dtype: np.dtype[np.void], most: int) -> Records | None:
+    """None if every attempt met a write in progress, or the writer is broken."""
     for _ in range(TORN_READ_RETRIES):
-        size = ring_layout.GROUPS_HEAD.size + ring_layout.GROUPS_AT_MOST * ring_layout.GROUP.size
-        raw = os.pread(fd, size, ring_layout.GROUPS_OFFSET)
-        if len(raw) < ring_layout.GROUPS_HEAD.size:
+        raw = os.pread(fd, ring_layout.TABLE_HEAD.size + most * dtype.itemsize, offset)
+        if len(raw) < ring_layout.TABLE_HEAD.size:
             return None
-        count, checksum = ring_layout.GROUPS_HEAD.unpack_from(raw)
-        body = raw[ring_layout.GROUPS_HEAD.size :][: count * ring_layout.GROUP.size]
-        if count <= ring_layout.GROUPS_AT_MOST and zlib.crc32(body) == checksum:
-            return np.frombuffer(body, dtype=GROUP_DTYPE)
+        count, checksum = ring_layout.TABLE_HEAD.unpack_from(raw)
+        body = raw[ring_layout.TABLE_HEAD.size :][: count * dtype.itemsize]
+        if count <= most and zlib.crc32(body) == checksum:
+            return np.frombuffer(body, dtype=dtype)
     return None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.verdicts.window_columns import LONGEST_SECONDS, plausible_seconds
+from rankscope.common.text import printable
 from rankscope.daemon.samples import Column, GroupSpan, StepColumns
 from rankscope.probe import ring_layout
 
@@ -132,6 +133,29 @@ def group_spans(table: npt.NDArray[np.void] | None, before: GroupTotals) -> tupl
         per_step = (seconds - seconds_before) / new
         found.append(GroupSpan(number, size, position, kind, new, per_step, (step_seconds - step_seconds_before) / new))
     return tuple(found), totals
+
+
+RangeTotals: TypeAlias = Mapping[str, tuple[int, float]]
+
+
+def range_seconds(table: npt.NDArray[np.void] | None, before: RangeTotals) -> tuple[Mapping[str, float], RangeTotals]:
+    """Seconds of a step in each NVTX range since `before`, the longest first, and the totals to compare the next table
+    with. Names are the program's."""
+    if table is None:
+        return {}, before
+    totals: dict[str, tuple[int, float]] = {}
+    for row in table:
+        raw, steps, seconds = row.item()
+        name = printable(raw.decode("utf-8", "ignore"))
+        if name and 0 <= seconds <= TOTAL_AT_MOST and steps <= TOTAL_AT_MOST:
+            totals[name] = (steps, totals.get(name, (0, 0.0))[1] + seconds)
+    steps_before = max((steps for steps, _ in before.values()), default=0)
+    found = {}
+    for name, (steps, seconds) in totals.items():
+        new = seconds - before.get(name, (0, 0.0))[1]
+        if steps > steps_before and 0 < new <= (steps - steps_before) * LONGEST_SECONDS:
+            found[name] = new / (steps - steps_before)
+    return dict(sorted(found.items(), key=lambda item: -item[1])), totals
 
 
 _DDP_NAMES = ("forward", "backward", "communication", "overlap")

@@ -41,6 +41,7 @@ from rankscope.v1.window_pb2 import (
     NcclLog,
     NetworkPort,
     ProcessUsage,
+    RangeTime,
     RankWindow,
     StackSummary,
     Stall,
@@ -286,6 +287,7 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
         names.append("other_seconds")
     window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
     window.collectives.extend(CollectiveRate(**vars(rate)) for rate in sample.collectives)
+    window.ranges.extend(RangeTime(name=name, seconds=seconds) for name, seconds in sample.ranges.items())
     window.wait_source = _wait_source(window, sample)
     if sample.long_steps is not None:
         window.long_steps.CopyFrom(LongSteps(**vars(sample.long_steps)))

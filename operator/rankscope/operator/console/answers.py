@@ -13,6 +13,7 @@ from rankscope.analysis.verdicts.verdict import Verdict, headline
 from rankscope.common.run_names import run_labels
 from rankscope.common.text import printable
 from rankscope.operator.console.signals import PACE, Signal
+from rankscope.operator.correlation.columns import range_seconds
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.window_pb2 import RankWindow
 
@@ -48,6 +49,7 @@ class RankAnswer(msgspec.Struct):
     mfu_ratio: float | None
     cpu_ratio: float | None
     gpu_utilization_ratio: float | None
+    range_seconds: dict[str, float]  # host time per step by NVTX range, less that of ranges inside it
     problems: list[str]
 
 
@@ -224,6 +226,7 @@ def rank_fields(window: RankWindow) -> dict[str, Any]:
         **{name: measured(window, name) for name in names},
         "cpu_ratio": cpu_ratio(window),
         "gpu_utilization_ratio": measured(window.gpu, "utilization_ratio") if window.gpu.gpus == 1 else None,
+        "range_seconds": range_seconds(window),
         "problems": [printable(problem, TEXT_CHARACTERS) for problem in window.problems],
     }
 

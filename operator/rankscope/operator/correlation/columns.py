@@ -16,7 +16,14 @@ from google.protobuf.message import Message
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
 from rankscope.analysis.verdicts.exposed_communication import POINT_TO_POINT, GroupSpans, group_waits
 from rankscope.analysis.verdicts.host_pace import HostFigures, own_pace
-from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RANK_FIGURES, columns
+from rankscope.analysis.verdicts.window_columns import (
+    FIGURES,
+    GROUP_FIGURES,
+    GROUPS,
+    LONGEST_SECONDS,
+    RANK_FIGURES,
+    columns,
+)
 from rankscope.analysis.verdicts.windows import (
     MAX_COMMUNICATORS,
     Communicator,
@@ -212,6 +219,8 @@ _GPU_FIGURES = (
     *("ecc_uncorrected_errors", "ecc_corrected_errors", "xids"),
 )
 FUNCTION_CHARACTERS = 32
+RANGE_CHARACTERS = 48
+MAX_RANGES = 32
 _STALL_FIGURES = ("phase", "collectives_enqueued", "collectives_completed", "same_stack_looks", "is_working")
 
 
@@ -244,7 +253,14 @@ def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
         starved_share=min(process.starved_seconds / length, 1.0) if is_known else None,
         window_seconds=length,
         gpu=_gpu(window.gpu, length) if window.HasField("gpu") and window.gpu.gpus == 1 else None,
+        ranges=range_seconds(window),
     )
+
+
+def range_seconds(window: window_pb2.RankWindow) -> dict[str, float]:
+    """Host time of a step by NVTX range, whatever a daemon sent."""
+    ranges = [one for one in window.ranges[:MAX_RANGES] if 0 <= one.seconds <= LONGEST_SECONDS]
+    return {printable(one.name, RANGE_CHARACTERS): one.seconds for one in ranges}
 
 
 def _gpu(usage: window_pb2.GpuUsage, window_seconds: float) -> GpuEvidence:

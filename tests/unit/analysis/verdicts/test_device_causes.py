@@ -53,6 +53,19 @@ def test_a_healthy_device_job_raises_nothing(synchronises: bool) -> None:
         assert told(watch((job, 60), seed=seed)) == ["insufficient_data", "healthy"]
 
 
+def test_ranges_of_a_healthy_job_raise_nothing() -> None:
+    ranges = {rank: RankEvidence(ranges={"forward": 0.010 * rank, "loss": 0.030}) for rank in range(4)}
+    assert told(watch((HEALTHY, 60), evidence=ranges)) == ["insufficient_data", "healthy"]
+
+
+def test_a_slow_device_has_no_range() -> None:
+    """Its host waits for it in some range, and that range is not the reason."""
+    ranges = {rank: RankEvidence(ranges={"forward": 0.002}) for rank in range(4)}
+    ranges[2] = RankEvidence(ranges={"forward": 0.1})
+    cause = cause_of(HEALTHY.but(slow_device={2: 0.060}), ranges)
+    assert cause.bound == DEVICE and "NVTX" not in cause.evidence
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_a_small_spread_that_changes_by_window_raises_nothing(ranks: int) -> None:
     for seed in range(4):
@@ -113,6 +126,19 @@ class TestHostIsLate:
         assert (cause.bound, cause.phase) == (HOST, "forward")
         assert lines(cause) == [SLEEP.line]
         assert cause.evidence.startswith("its host is late by ")
+
+    @LOOPS
+    def test_the_range_that_holds_the_delay_is_named(self, synchronises: bool) -> None:
+        usual = {"forward": 0.002, "backward": 0.040}
+        ranges = {rank: RankEvidence(ranges=usual) for rank in range(4)}
+        ranges[2] = RankEvidence(ranges={"forward": 0.061, "backward": 0.002})
+        cause = cause_of(HEALTHY.but(late={2: 0.060}, synchronises=synchronises), ranges)
+        assert cause.evidence.endswith("; 59.0 ms a step more in its NVTX range 'forward'")
+
+    def test_a_range_with_little_of_the_delay_is_not_named(self) -> None:
+        ranges = {rank: RankEvidence(ranges={"forward": 0.002}) for rank in range(4)}
+        ranges[2] = RankEvidence(ranges={"forward": 0.012, "loss": 0.010})
+        assert "NVTX" not in cause_of(HEALTHY.but(late={2: 0.060}), ranges).evidence
 
     def test_a_slight_delay_is_host_bound_in_a_synchronising_loop(self) -> None:
         """Its host is ahead by nine tenths of the step, as all hosts are."""
