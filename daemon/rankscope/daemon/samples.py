@@ -140,7 +140,7 @@ class HostPace:
     """Of a rank that is timed on a device, over its last steps."""
 
     quick_seconds: float  # that the quickest steps took on the host
-    gained_steps: float  # by how many steps of the device the host got further ahead, at most
+    gained_steps: float  # by how many the host got further ahead of the device, at most
 
 
 @dataclass(frozen=True)

@@ -1198,8 +1198,8 @@ class RankWindow(_message.Message):
     """
     run_ahead_seconds: _builtins.float
     host_quick_seconds: _builtins.float
-    """Over the last few hundred steps: what the quickest took on the host, and by how many steps of the device the host
-    got further ahead. A host that never got further ahead may have waited for its device in every step.
+    """Over the last few hundred steps: what the quickest took on the host, and by how many steps the host got further
+    ahead of the device. A host that never got further ahead may have waited for its device in every step.
     """
     host_gained_steps: _builtins.float
     wait_source: _builtins.str

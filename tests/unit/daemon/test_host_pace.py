@@ -1,56 +1,120 @@
-"""The pace of a rank's host, from steps as they were timed on the host and on the device."""
+"""The pace of a rank's host, from its steps on the host and on the device: recorded on an H200 (four ranks, rank 2
+sleeps in the second half of the slow runs), and of a model of CUDA's queue."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from rankscope.daemon.samples import Column, HostPace
 from rankscope.daemon.steps.host_pace import MAX_STEPS, HostSteps
+from tests.shared_data import H200
 
-OWN, STEP = 0.004, 0.064
+SAMPLED_EVERY = 16
+QUEUE = 1024
+OTHERS = (0, 1, 3)
 
 
-def after(host: list[float], device: list[float]) -> HostSteps:
-    return HostSteps().followed_by(np.array(host), np.array(device), np.ones(len(host)))
+def pace(host: Column, device: Column, ahead: Column) -> HostPace:
+    sampled = np.where(np.arange(len(host)) % SAMPLED_EVERY == 3, ahead, np.nan)
+    found = HostSteps().followed_by(host, device, sampled, np.ones(len(host))).pace()
+    assert found is not None
+    return found
 
 
-def test_quick_steps_show_the_pace_behind_a_full_queue() -> None:
-    """Of every twenty steps, one finds room in the queue."""
-    host = ([OWN] + [STEP + (STEP - OWN) / 19] * 19) * 10
-    pace = after(host, [STEP] * 200).pace()
-    assert pace is not None
-    assert pace.quick_seconds == pytest.approx(OWN)
-    assert pace.gained_steps >= 0.9
+def recorded(name: str, rank: int) -> HostPace:
+    with np.load(H200 / f"host_steps_{name}.npz") as steps:
+        host, device = steps["host_us"][rank] * 1e-6, steps["device_us"][rank] * 1e-6
+        waiting = steps["ahead_steps"][rank]
+    ahead = [device[max(0, number - count + 1) : number + 1].sum() for number, count in enumerate(waiting.tolist())]
+    return pace(host, device, np.array(ahead))
+
+
+def modelled(
+    launches: int, own: float, period: float = 0.06, steps: int = 500, synchronised_every: int = 0
+) -> HostPace:
+    """A rank whose peers make it wait for a collective at the end of each step. A launch waits while the queue is
+    full."""
+    random = np.random.default_rng(0)
+    ends = np.zeros(QUEUE)
+    host = device = collective = 0.0
+    borders = []
+    for step in range(steps):
+        between = own / launches * (1 + 0.05 * random.standard_normal())
+        for place in range(launches):
+            slot = (step * launches + place) % QUEUE
+            host = max(host + between, ends[slot])
+            device = max(device, host) + 0.002 / launches
+            if place == launches - 1:
+                collective = max(collective + period, device)
+                device = collective
+            ends[slot] = device
+        if synchronised_every and step % synchronised_every == 0:
+            host = max(host, device)
+        borders.append((host, device))
+    hosts, devices = np.array(borders).T
+    return pace(np.diff(hosts), np.diff(devices), (devices - hosts)[1:])
+
+
+@pytest.mark.parametrize("name", ["ddp_slow_host", "ddp_slow_host_3ms"])
+def test_waiting_hosts_show_their_own_pace(name: str) -> None:
+    """Without the fault, a step takes 4.2 ms."""
+    for rank in OTHERS:
+        found = recorded(name, rank)
+        assert 0.0025 < found.quick_seconds < 0.0045
+        assert found.gained_steps >= 3
+
+
+def test_a_slow_host_is_slow_in_its_quickest_steps() -> None:
+    found = recorded("ddp_slow_host_3ms", 2)
+    assert found.quick_seconds > 0.006
+    assert found.gained_steps < 3
+
+
+def test_hosts_that_drift_apart_have_one_pace() -> None:
+    found = [recorded("local_sgd", rank).quick_seconds for rank in range(4)]
+    assert max(found) < 1.2 * min(found)
+
+
+@pytest.mark.parametrize("launches", [60, 120, 250, 600, 2000])
+@pytest.mark.parametrize("own", [0.004, 0.03, 0.055])
+def test_a_full_queue_is_never_taken_for_a_slow_host(launches: int, own: float) -> None:
+    for synchronised_every in (0, 50):
+        found = modelled(launches, own, synchronised_every=synchronised_every)
+        assert found.gained_steps < 3 or found.quick_seconds == pytest.approx(own, rel=0.2)
+
+
+def test_a_queue_that_fills_again_shows_the_pace() -> None:
+    found = modelled(120, 0.004, synchronised_every=50)
+    assert found.gained_steps >= 3
+    assert found.quick_seconds == pytest.approx(0.004, rel=0.2)
 
 
 def test_host_that_synchronises_every_step_gains_nothing() -> None:
-    device = [STEP * (1 + 0.3 * (number % 3)) for number in range(100)]
-    pace = after(device, device).pace()
-    assert pace is not None
-    assert pace.gained_steps == pytest.approx(0.0)
+    assert modelled(120, 0.004, synchronised_every=1).gained_steps <= 1
 
 
-def test_host_that_fills_an_empty_queue_gains_steps() -> None:
-    pace = after([STEP] * 50 + [OWN] * 8 + [STEP] * 50, [STEP] * 108).pace()
-    assert pace is not None
-    assert pace.gained_steps == pytest.approx(8 * (STEP - OWN) / STEP)
+def test_a_slower_device_is_no_gain_of_the_host() -> None:
+    """It is as many steps ahead as before, which take longer."""
+    device = np.repeat([0.03, 0.06], 100)
+    host, ahead = np.append(np.full(5, 0.03), device)[:200], np.convolve(device, np.ones(5))[:200]
+    assert pace(host, device, ahead).gained_steps <= 1
 
 
 def test_few_steps_or_steps_of_a_cpu_have_no_pace() -> None:
-    assert after([OWN] * 31, [STEP] * 31).pace() is None
-    assert after([float("nan")] * 100, [STEP] * 100).pace() is None
-    assert after([0.0] * 100, [0.0] * 100).pace() is None
+    def found(host: float, count: int, ahead: float = 0.1) -> HostPace | None:
+        columns = (np.full(count, value) for value in (host, 0.06, ahead, 1.0))
+        return HostSteps().followed_by(*columns).pace()
+
+    assert found(0.004, 31) is None
+    assert found(float("nan"), 100) is None
+    assert found(0.004, 100, ahead=float("nan")) is None
+    assert found(0.004, 100) is not None
 
 
 def test_only_the_last_steps_count() -> None:
-    steps = after([OWN] * MAX_STEPS, [STEP] * MAX_STEPS)
-    later = steps.followed_by(np.full(MAX_STEPS, STEP), np.full(MAX_STEPS, STEP), np.ones(MAX_STEPS)).pace()
-    assert later is not None
-    assert later.quick_seconds == STEP
-    assert later.gained_steps == 0.0
-
-
-def test_a_record_of_several_steps_counts_as_many() -> None:
-    one = HostSteps().followed_by(np.full(40, OWN), np.full(40, STEP), np.full(40, 2.0)).pace()
-    assert one is not None
-    assert one.gained_steps == pytest.approx(2 * 39 * (STEP - OWN) / STEP)
+    first, later = (np.full(MAX_STEPS, value) for value in (0.004, 0.06))
+    ones = np.ones(MAX_STEPS)
+    steps = HostSteps().followed_by(first, later, later, ones).followed_by(later, later, later, ones)
+    found = steps.pace()
+    assert found is not None and found.quick_seconds == 0.06

@@ -13,9 +13,9 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints, grouped_max, number_groups
 
-# A host that got further ahead by so many steps did not wait for its device meanwhile. One that waits in every step, in
-# a full queue or because its loop synchronises, never gets ahead by one.
-NEEDED_GAIN_STEPS = 1.0
+# A host that got further ahead by so many steps did not wait for its device in as many, and these are its quickest. One
+# that waits in every step, in a full queue or because its loop synchronises, gets ahead by one at most.
+NEEDED_GAIN_STEPS = 3.0
 # A host that is ahead by less than this does not wait for its device, unless its loop synchronises every step.
 NOT_AHEAD_STEPS = 1.1
 # Mean of a host's steps to its quickest ones: 1.2 to 1.35 of hosts that never wait (H200, DDP and local SGD). A rank

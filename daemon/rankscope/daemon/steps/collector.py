@@ -219,7 +219,9 @@ def _sample(
         groups = tuple(
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
         )
-    host = progress.host.followed_by(rows.host_seconds[first_rows], step_seconds, records["steps"][kept])
+    host = progress.host.followed_by(
+        rows.host_seconds[first_rows], step_seconds, rows.run_ahead_seconds[first_rows], records["steps"][kept]
+    )
     last_step_ns = int(records["end_ns"][good][-1]) if len(records) else progress.last_step_ns
     sample = StepSample(
         **vars(rows),

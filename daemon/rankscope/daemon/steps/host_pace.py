@@ -1,8 +1,9 @@
 """The pace of a rank's host, where steps are timed on a device.
 
 A host that is ahead of its device waits for it now and then, in a launch or a synchronisation, and its own time for a
-step does not show. It shows in the quickest steps, if the host did not wait in them: a host that got further ahead by
-a whole step did not."""
+step does not show. It shows in the quickest steps, if the host did not wait in them. A host whose queue is full waits
+in every step, and stays as many steps ahead as the queue holds. One that got further ahead by some steps did not wait
+in as many."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ import numpy as np
 
 from rankscope.daemon.samples import Column, HostPace
 
-# Hosts whose queues are full did not wait in 2 to 5 % of their steps (H200, DDP, a peer that sleeps 60 ms a step).
-QUICK_QUANTILE = 0.02
 MAX_STEPS = 256
 STEPS_NEEDED = 32
+# The quickest but two: a host that gained three steps has as many without waiting.
+QUICK_PLACE = 2
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,32 @@ class HostSteps:
 
     host_seconds: Column = field(default_factory=lambda: np.empty(0))
     device_seconds: Column = field(default_factory=lambda: np.empty(0))
+    run_ahead_seconds: Column = field(default_factory=lambda: np.empty(0))  # NaN where it was not sampled
     steps: Column = field(default_factory=lambda: np.empty(0))  # of the record
 
-    def followed_by(self, host_seconds: Column, device_seconds: Column, steps: Column) -> HostSteps:
+    def followed_by(
+        self, host_seconds: Column, device_seconds: Column, run_ahead_seconds: Column, steps: Column
+    ) -> HostSteps:
         known = ~np.isnan(host_seconds)
-        added = (host_seconds[known], device_seconds[known], steps[known])
+        added = (host_seconds[known], device_seconds[known], run_ahead_seconds[known], steps[known])
         pairs = zip(vars(self).values(), added, strict=True)
         return HostSteps(*(np.append(*pair)[-MAX_STEPS:].copy() for pair in pairs))
 
     def pace(self) -> HostPace | None:
-        if len(self.host_seconds) < STEPS_NEEDED or not self.device_seconds.sum() > 0:
+        is_sampled = ~np.isnan(self.run_ahead_seconds)
+        if len(self.host_seconds) < STEPS_NEEDED or not is_sampled.any():
             return None
-        lead = np.cumsum((self.device_seconds - self.host_seconds) * self.steps)
-        gained = float((lead - np.minimum.accumulate(lead)).max())
-        mean_step = float((self.device_seconds * self.steps).sum() / self.steps.sum())
-        quick = float(np.quantile(self.host_seconds, QUICK_QUANTILE, method="lower"))
-        return HostPace(quick, gained / mean_step)
+        ahead = self._steps_ahead(is_sampled)
+        gained = float((ahead - np.minimum.accumulate(ahead)).max(initial=0.0))
+        return HostPace(float(np.partition(self.host_seconds, QUICK_PLACE)[QUICK_PLACE]), gained)
+
+    def _steps_ahead(self, is_sampled: np.ndarray) -> Column:
+        """How many steps the host has enqueued that the device has yet to do, at the end of each step of the host after
+        the device's first."""
+        device_ends = np.cumsum(self.device_seconds * self.steps)
+        host_ends = np.cumsum(self.host_seconds * self.steps)
+        lead = (device_ends - host_ends - self.run_ahead_seconds)[is_sampled]
+        done = np.searchsorted(device_ends, host_ends + np.median(lead), side="right")
+        enqueued = np.append(0.0, np.cumsum(self.steps))
+        ahead: Column = np.maximum(enqueued[1:] - enqueued[done], 0.0)[done > 0]
+        return ahead
