@@ -13,16 +13,16 @@ from rich.text import Text
 
 from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import FleetReport, make_report
+from rankscope.analysis.fleet.tables import MAX_ROWS_OF_PAGE, ReportTable, headline, notes, shortened, span, tables
 from rankscope.analysis.plots.charts import bars
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
 from rankscope.cli.durations import duration_seconds
 from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.fleet_history import MAX_ANSWER_BYTES, QUERY_SECONDS, read_facts
-from rankscope.cli.fleet_tables import ReportTable, headline, notes, span, tables
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
+from rankscope.operator.fleet_history import MAX_ANSWER_BYTES, QUERY_SECONDS, Failure, HistoryError, read_facts
 from rankscope.operator.prometheus_api import PrometheusApi, read_token
 
 _EPILOG = """\
@@ -37,7 +37,15 @@ What the tables mean: docs/report.md.
 _EXAMPLE = "rankscope report fleet --prometheus http://prometheus:9090"
 MAX_SECONDS = 92 * 86400.0
 MAX_ROWS_SHOWN = 10
-MAX_ROWS_OF_PAGE = 30
+_FAILURES = {
+    Failure.UNREACHABLE: (Exit.UNREACHABLE, "see that it runs and that this machine reaches it"),
+    Failure.REFUSED: (Exit.REFUSED, "pass --token-file or --tenant"),
+    Failure.NO_API: (Exit.USAGE, "see that --prometheus is the address of its API"),
+    Failure.EMPTY: (
+        Exit.NOT_FOUND,
+        "see that it scrapes daemons and operator (docs/metrics.md#scraping), or ask for a longer --since",
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,8 +98,9 @@ def _read(arguments: argparse.Namespace, seconds: float) -> FleetFacts:
         raise CommandError(f"--prometheus {arguments.prometheus[:80]}: {error}") from error
     try:
         return read_facts(api, seconds, time.time(), _show_progress)
-    except CommandError as error:
-        raise CommandError(f"{arguments.prometheus}: {error}", error.status) from error
+    except HistoryError as error:
+        status, step = _FAILURES[error.failure]
+        raise CommandError(f"{arguments.prometheus}: {error}; next step: {step}", status) from error
     finally:
         overwrite("")
 
@@ -141,10 +150,9 @@ def make_page(report: FleetReport) -> str:
 def _section(table: ReportTable) -> Section:
     if not table.rows:
         return Section(table.title, [table.empty])
-    cut = len(table.rows) - MAX_ROWS_OF_PAGE
-    said = [*table.said, *([f"The first {MAX_ROWS_OF_PAGE}; --json has {cut} more."] if cut > 0 else [])]
+    shown = shortened(table, MAX_ROWS_OF_PAGE)
     numeric = [column not in table.left for column in table.columns]
-    return Section(table.title, said, [Table(table.columns, table.rows[:MAX_ROWS_OF_PAGE], numeric)])
+    return Section(table.title, shown.said, [Table(table.columns, shown.rows, numeric)])
 
 
 def to_json(report: FleetReport) -> dict[str, Any]:
