@@ -8,16 +8,21 @@ import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rankscope.analysis.fleet.report import FleetReport
 from rankscope.analysis.verdicts.verdict import FINDINGS
-from rankscope.cli import fleet_history
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.report_fleet import to_json
+from rankscope.operator import fleet_history
+from rankscope.operator.correlation.fleet_reports import FleetReports
 from tests.alerts.prometheus_running import Prometheus, running_prometheus
 from tests.fleet.reported import check, fleet_in_prometheus
 from tests.integration.daemon_process import serving
 from tests.security.rank_processes import rank_processes, rank_variables
+from tests.support.waiting import wait_until
 from tools.fleet_week import DAY, Fleet
 
 
@@ -42,6 +47,13 @@ def test_a_report_finds_what_is_planted_and_nothing_else(
     assert "gpu-002" in text and "python sweep.py" in text and "<script" not in text
 
 
+def test_a_server_makes_the_same_report_in_the_background(day: tuple[Fleet, Prometheus]) -> None:
+    fleet, prometheus = day
+    reports = FleetReports(prometheus.url)
+    answer = wait_until(lambda: (made := reports.get("24h")).report and made)
+    check(fleet, to_json(msgspec.json.decode(answer.report, type=FleetReport)))
+
+
 def test_smaller_pages_give_the_same_report(
     day: tuple[Fleet, Prometheus], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,8 +62,8 @@ def test_smaller_pages_give_the_same_report(
     whole = json.loads(capsys.readouterr().out)
     # No answer fits: pages are halved until they do.
     pages: list[fleet_history.Page] = []
-    answer = fleet_history._Reader._answer
-    monkeypatch.setattr(fleet_history._Reader, "_answer", lambda *args: (pages.append(args[1]), answer(*args))[1])
+    answer = fleet_history._Reader._rows
+    monkeypatch.setattr(fleet_history._Reader, "_rows", lambda *args: (pages.append(args[1]), answer(*args))[1])
     monkeypatch.setattr(fleet_history, "GPUS_PER_PAGE", 7)
     monkeypatch.setattr("rankscope.cli.report_fleet.MAX_ANSWER_BYTES", 4000)
     assert asked(prometheus, "--json") == Exit.OK

@@ -14,6 +14,7 @@ from rankscope.analysis.collectives.hang_report import CollectiveRow, Gap, HangR
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
 from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.fleet_reports import FleetReports
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.correlation.job_service import JobServicer
 from rankscope.v1.job_service_pb2_grpc import add_JobServiceServicer_to_server
@@ -44,7 +45,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.store = HangStore(FolderFiles(folder), lambda: 1000.0)
         self._server = grpc.server(ThreadPoolExecutor(2))
-        add_JobServiceServicer_to_server(JobServicer(Correlator(), self.store), self._server)
+        add_JobServiceServicer_to_server(JobServicer(Correlator(), self.store, FleetReports()), self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
