@@ -19,8 +19,9 @@ import pytest
 from rankscope.analysis.collectives.hang_report import HangReport
 from rankscope.operator.console.api import EVENT_CLIENTS
 from rankscope.operator.console.endpoints import Channels
-from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.correlator import Correlator, LostSeconds
 from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.correlation.job_service import JobServicer
 from rankscope.v1.job_service_pb2_grpc import add_JobServiceServicer_to_server
@@ -266,7 +267,7 @@ def test_large_run_captures_preselect_straggler_and_peer_with_a_warning(page: Pa
 @contextmanager
 def job_service(folder: Path, report: HangReport | None = None, prometheus_url: str = "") -> Iterator[Channels]:
     """Channels to a JobService that has the report of a hang, and makes fleet reports from Prometheus."""
-    store, reports = HangStore(FolderFiles(folder / "hangs")), FleetReports(prometheus_url)
+    store, reports = HangStore(FolderFiles(folder / "hangs")), FleetReports(FleetUsage(LostSeconds()), prometheus_url)
     if report is not None:
         store.keep(report)
     api = grpc.server(ThreadPoolExecutor(2))

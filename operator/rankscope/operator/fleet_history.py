@@ -30,6 +30,7 @@ from rankscope.analysis.fleet.facts import (
     RunFacts,
     RunKey,
 )
+from rankscope.analysis.fleet.tables import moment
 from rankscope.common.http_client import REQUEST_FAILURES
 from rankscope.common.text import one_line
 from rankscope.operator.prometheus_api import PrometheusApi, QueryError, quoted
@@ -352,7 +353,7 @@ class _Reader:
 
     def _sentences(self) -> Iterator[str]:
         for what, missed in self.problems.items():
-            spans = [f"{_moment(page.begin)} to {_moment(page.end)}" for page, _ in missed]
+            spans = [f"{moment(page.begin)} to {moment(page.end)}" for page, _ in missed]
             more = f" and {len(spans) - MAX_PROBLEMS} more times" if len(spans) > MAX_PROBLEMS else ""
             yield f"{what}: nothing from {', '.join(spans[:MAX_PROBLEMS])}{more} ({missed[0][1]})"
 
@@ -373,7 +374,3 @@ def _literal(text: str) -> str:
 
 def _reason(error: Exception) -> str:
     return one_line(str(error) or type(error).__name__, MAX_REASON_CHARACTERS)
-
-
-def _moment(unix_seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix_seconds)) + " UTC"

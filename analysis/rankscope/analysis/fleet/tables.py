@@ -66,12 +66,19 @@ def headline(report: FleetReport) -> str:
 
 
 def span(report: FleetReport) -> str:
-    begin, end = (time.gmtime(moment) for moment in (report.begin_unix_seconds, report.end_unix_seconds))
-    return f"{time.strftime('%Y-%m-%d %H:%M', begin)} to {time.strftime('%Y-%m-%d %H:%M', end)} UTC"
+    return f"{_minute(report.begin_unix_seconds)} to {moment(report.end_unix_seconds)}"
+
+
+def moment(unix_seconds: float) -> str:
+    return f"{_minute(unix_seconds)} UTC"
+
+
+def _minute(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix_seconds))
 
 
 def notes(report: FleetReport) -> list[str]:
-    found = [f"incomplete: {problem}" for problem in report.problems]
+    found = [*report.remarks, *(f"incomplete: {problem}" for problem in report.problems)]
     if report.rank_hours_without_gpu > 0:
         hours = _hours(report.rank_hours_without_gpu)
         found.append(f"{hours} rank-hours have no known GPU, or several, and are not counted")

@@ -1,4 +1,4 @@
-"""Fleet reports for the API and the console, made from Prometheus in the background.
+"""Fleet reports for the API and the console: from Prometheus, in the background, or from memory where none is known.
 
 A request never waits for Prometheus: it gets the report, or how far it is. One report is made at a time, with smaller
 queries than those of the command, and kept for some minutes. It covers all namespaces: the caller of this module has
@@ -18,6 +18,7 @@ import msgspec
 from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import FleetReport, make_report
 from rankscope.common.text import one_line
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.fleet_history import Failure, HistoryError, read_facts
 from rankscope.operator.prometheus_api import PrometheusApi
 from rankscope.v1.job_service_pb2 import GetFleetReportResponse
@@ -28,8 +29,9 @@ PERIODS: Final[Mapping[str, float]] = {"24h": 86_400.0, "7d": 7 * 86_400.0, "30d
 NO_PERIOD: Final = f"a server makes reports of {', '.join(PERIODS)}; ask for one of these"
 QUERY_SECONDS: Final = 30.0
 MAX_ANSWER_BYTES: Final = 8 << 20
-# How long it is not made again: a report, and a failure.
+# How long it is not made again: a report from Prometheus, one from memory, and a failure.
 KEPT_SECONDS: Final = 600.0
+MEMORY_SECONDS: Final = 30.0
 FAILED_SECONDS: Final = 15.0
 # Of each list of a report, whichever fits. A message of gRPC has at most 4 MB by default.
 MAX_ROWS: Final = (2000, 200, 20)
@@ -54,7 +56,13 @@ class _StoppedError(Exception):
 class FleetReports:
     """Thread-safe."""
 
-    def __init__(self, prometheus_url: str = "", monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        usage: FleetUsage,
+        prometheus_url: str = "",
+        monotonic_seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._usage = usage
         self._monotonic_seconds = monotonic_seconds
         self._lock = threading.Lock()
         self._api: PrometheusApi | None = None
@@ -78,14 +86,13 @@ class FleetReports:
     def get(self, period: str) -> GetFleetReportResponse:
         """Of one of PERIODS."""
         with self._lock:
-            if self._api is None:
-                return _failed(
-                    "this server knows no Prometheus",
-                    "start it with --prometheus-url, or use `rankscope report fleet --prometheus URL`",
-                )
             until, kept = self._kept.get(period, (0.0, None))
             if kept is not None and self._monotonic_seconds() < until:
                 return kept
+            if self._api is None:
+                answer = _made(make_report(self._usage.facts()))
+                self._kept[period] = (self._monotonic_seconds() + MEMORY_SECONDS, answer)
+                return answer
             if self._under_way is None and not self._is_closing:
                 self._under_way = (0, 0)
                 arguments = (period, self._api)

@@ -13,7 +13,9 @@ import pytest
 
 from rankscope.analysis.fleet.report import FleetReport
 from rankscope.operator.correlation import fleet_reports
+from rankscope.operator.correlation.correlator import LostSeconds
 from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.v1.job_service_pb2 import GetFleetReportResponse
 from tests.free_ports import free_port
 from tests.support.prometheus_stub import HOSTILE, of_a_run, series, server
@@ -108,7 +110,7 @@ def test_a_report_is_made_once_while_requests_go_on() -> None:
         return of_a_run(query)
 
     with server(answer, seen) as url:
-        reports = FleetReports(url, lambda: now[0])
+        reports = FleetReports(FleetUsage(LostSeconds()), url, lambda: now[0])
         first = reports.get("24h")
         assert not first.report and not first.failure
         wait_until(lambda: reports.get("24h").pages_done == reports.get("24h").pages - 1 > 0)
@@ -123,8 +125,8 @@ def test_a_report_is_made_once_while_requests_go_on() -> None:
 
 
 def test_failures_name_the_reason_and_the_next_step() -> None:
-    reports = FleetReports()
-    assert "--prometheus-url" in reports.get("7d").next_step
+    reports = FleetReports(FleetUsage(LostSeconds()))
+    assert "--prometheus-url" in decoded(reports.get("7d")).remarks[0]  # of memory
     cases = {
         (401, b"{}"): "--token-file",
         (200, b"<html>"): "address of its API",
@@ -149,7 +151,7 @@ def test_other_clusters_of_prometheus_are_not_reported() -> None:
         return series()
 
     with server(answer) as url:
-        failed = finished(FleetReports(url))
+        failed = finished(FleetReports(FleetUsage(LostSeconds()), url))
     assert "2 clusters" in failed.failure and "of this cluster" in failed.next_step
 
 
@@ -163,6 +165,6 @@ def test_a_huge_report_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         return series()
 
     with server(answer) as url:
-        report = decoded(finished(FleetReports(url)))
+        report = decoded(finished(FleetReports(FleetUsage(LostSeconds()), url)))
     assert report.runs == 500 and len(report.by_run) == 200
     assert report.problems == ("by_run: the first 200 of 500",)
