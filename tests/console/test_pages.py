@@ -304,7 +304,7 @@ def test_a_hang_report_lists_the_odd_rank_first_with_collectives(page: Page, tmp
         assert serious_findings(page) == []
 
 
-def test_a_report_page_says_how_far_it_is_then_has_tables(page: Page, tmp_path: Path) -> None:
+def test_a_report_page_shows_progress_then_tables(page: Page, tmp_path: Path) -> None:
     may_answer = threading.Event()
 
     def answer(query: str) -> tuple[int, object]:

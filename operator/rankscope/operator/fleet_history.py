@@ -45,7 +45,7 @@ STEP_SECONDS: Final = {True: 300, False: 900}
 RATE_SECONDS: Final = 900
 QUERY_SECONDS: Final = 60.0
 MAX_ANSWER_BYTES: Final = 32 << 20
-MAX_ROWS: Final = 400_000  # of one question, over all pages
+MAX_ROWS: Final = 400_000
 MAX_REASON_CHARACTERS: Final = 160
 MAX_PROBLEMS: Final = 20
 QUERIES_AT_ONCE: Final = 4
@@ -195,14 +195,18 @@ class Page:
 
 
 def read_facts(
-    api: PrometheusApi, seconds: float, now: float, progress: Callable[[int, int], None] = lambda done, total: None
+    api: PrometheusApi,
+    seconds: float,
+    now: float,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    max_rows: int = MAX_ROWS,
 ) -> FleetFacts:
     """Of the last so long. Raises HistoryError if the server cannot be reached, refuses, or has nothing of ours, and
-    what `progress` raises."""
+    what `progress` raises. `max_rows` are those of one question, over all pages."""
     step = STEP_SECONDS[seconds <= SHORT_SECONDS]
     end = int(now // step) * step
     begin = end - max(step, int(seconds // step) * step)
-    reader = _Reader(api, step, progress)
+    reader = _Reader(api, step, progress, max_rows)
     reader.read(begin, end)
     if not any(reader.rows[name] for name in ("used", "info", "without_gpu")) and not reader.problems:
         raise HistoryError(Failure.EMPTY, "it has no series of Rankscope in this time")
@@ -212,7 +216,10 @@ def read_facts(
 class _Reader:
     """Asks all pages, a few at a time, and adds them up."""
 
-    def __init__(self, api: PrometheusApi, step_seconds: int, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, api: PrometheusApi, step_seconds: int, progress: Callable[[int, int], None], max_rows: int
+    ) -> None:
+        self._max_rows = max_rows
         self._api = api
         self._step_seconds = step_seconds
         self._progress = progress
@@ -290,8 +297,8 @@ class _Reader:
             return ()
         rows, is_most = self.rows[page.question], ASKED[page.question].over == "max"
         for key, value in found.items():
-            if key not in rows and len(rows) >= MAX_ROWS:
-                self._miss(page, f"there are more than {MAX_ROWS} rows")
+            if key not in rows and len(rows) >= self._max_rows:
+                self._miss(page, f"there are more than {self._max_rows} rows")
                 break
             rows[key] = max(rows.get(key, 0.0), value) if is_most else rows.get(key, 0.0) + value
         return tuple(self._following(page, found))

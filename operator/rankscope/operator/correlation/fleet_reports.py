@@ -29,6 +29,7 @@ PERIODS: Final[Mapping[str, float]] = {"24h": 86_400.0, "7d": 7 * 86_400.0, "30d
 NO_PERIOD: Final = f"a server makes reports of {', '.join(PERIODS)}; ask for one of these"
 QUERY_SECONDS: Final = 30.0
 MAX_ANSWER_BYTES: Final = 8 << 20
+MAX_ROWS_READ: Final = 50_000  # of one question
 # How long it is not made again: a report from Prometheus, one from memory, and a failure.
 KEPT_SECONDS: Final = 600.0
 MEMORY_SECONDS: Final = 30.0
@@ -69,6 +70,7 @@ class FleetReports:
         # By period, with the monotonic time until which it counts.
         self._kept: dict[str, tuple[float, GetFleetReportResponse]] = {}
         self._under_way: tuple[int, int] | None = None  # pages that are done, and all; None: nothing is made
+        self._failure = ""  # the latest
         self._is_closing = False
         self.use(prometheus_url)
 
@@ -103,11 +105,13 @@ class FleetReports:
     def _make(self, period: str, api: PrometheusApi) -> None:
         answer = _failed("the report failed", "the log of this server has the reason; please report it")
         try:
-            facts = read_facts(api, PERIODS[period], time.time(), self._progress)
+            facts = read_facts(api, PERIODS[period], time.time(), self._progress, MAX_ROWS_READ)
             answer = _of_one_cluster(facts)
         except HistoryError as error:
             reason = one_line(f"Prometheus: {error}", MAX_REASON_CHARACTERS)
-            log.warning("no fleet report of %s: %s", period, reason)
+            if reason != self._failure:  # an open page asks again and again
+                log.warning("no fleet report of %s: %s", period, reason)
+            self._failure = reason
             answer = _failed(reason, _NEXT_STEPS[error.failure])
         except _StoppedError:
             pass

@@ -123,6 +123,7 @@ class FleetUsage:
         self._clock = clock
         self._lock = threading.Lock()
         self._runs: dict[str, _Run] = {}  # by job
+        self._ended: dict[str, None] = {}  # jobs, in the order in which they ended
         self._earlier = _Run(("", "", EARLIER), 0.0, 0.0)
         self._folded = 0  # runs in `_earlier`
         self._rows = 0
@@ -176,6 +177,7 @@ class FleetUsage:
             now = state.evaluated_unix_seconds
             run = self._runs[state.job] = _Run(("", namespace, name), now, now)
         elif run.ended_unix_seconds is not None:  # it is here again
+            del self._ended[state.job]
             run.ended_unix_seconds, run.counted_unix_seconds = None, state.evaluated_unix_seconds
             run.evaluated_unix_seconds = state.evaluated_unix_seconds
         said = state.program
@@ -267,15 +269,16 @@ class FleetUsage:
     def _end(self, job: str, run: _Run) -> None:
         self._count(job, run)
         run.ended_unix_seconds = run.evaluated_unix_seconds
+        self._ended[job] = None
         run.sample = _Sample()
         run.lost_gpu_seconds = {}
 
     def _fold(self) -> bool:
         """Makes room: the run that ended first becomes part of the row of earlier ones."""
-        ended = [(run.ended_unix_seconds, job) for job, run in self._runs.items() if run.ended_unix_seconds is not None]
-        if not ended:
+        if not self._ended:
             return False
-        ended_at, job = min(ended)
+        job = next(iter(self._ended))
+        del self._ended[job]
         run = self._runs.pop(job)
         before = self._earlier.rows
         for mine, earlier in ((run.used, self._earlier.used), (run.lost, self._earlier.lost)):
@@ -283,7 +286,7 @@ class FleetUsage:
                 earlier[key] = earlier.get(key, 0.0) + hours
         self._rows += self._earlier.rows - before - run.rows
         self._folded += 1
-        self._earlier.ended_unix_seconds = max(ended_at, self._earlier.ended_unix_seconds or 0.0)
+        self._earlier.ended_unix_seconds = max(run.evaluated_unix_seconds, self._earlier.ended_unix_seconds or 0.0)
         return True
 
     # The report.
