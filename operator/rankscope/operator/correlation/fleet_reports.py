@@ -30,6 +30,7 @@ NO_PERIOD: Final = f"a server makes reports of {', '.join(PERIODS)}; ask for one
 QUERY_SECONDS: Final = 30.0
 MAX_ANSWER_BYTES: Final = 8 << 20
 MAX_ROWS_READ: Final = 50_000  # of one question
+MAX_MAKING_SECONDS: Final = 600.0
 # How long it is not made again: a report from Prometheus, one from memory, and a failure.
 KEPT_SECONDS: Final = 600.0
 MEMORY_SECONDS: Final = 30.0
@@ -51,7 +52,7 @@ _NEXT_STEPS: Final = {
 
 
 class _StoppedError(Exception):
-    pass
+    """The server ends, or Prometheus takes too long."""
 
 
 class FleetReports:
@@ -104,8 +105,15 @@ class FleetReports:
 
     def _make(self, period: str, api: PrometheusApi) -> None:
         answer = _failed("the report failed", "the log of this server has the reason; please report it")
+        give_up_at = self._monotonic_seconds() + MAX_MAKING_SECONDS
+
+        def progress(done: int, pages: int) -> None:
+            if self._is_closing or self._monotonic_seconds() > give_up_at:
+                raise _StoppedError(f"Prometheus is too slow: {done} of {pages} pages in {MAX_MAKING_SECONDS:.0f} s")
+            self._under_way = (done, pages)
+
         try:
-            facts = read_facts(api, PERIODS[period], time.time(), self._progress, MAX_ROWS_READ)
+            facts = read_facts(api, PERIODS[period], time.time(), progress, MAX_ROWS_READ)
             answer = _of_one_cluster(facts)
         except HistoryError as error:
             reason = one_line(f"Prometheus: {error}", MAX_REASON_CHARACTERS)
@@ -113,8 +121,8 @@ class FleetReports:
                 log.warning("no fleet report of %s: %s", period, reason)
             self._failure = reason
             answer = _failed(reason, _NEXT_STEPS[error.failure])
-        except _StoppedError:
-            pass
+        except _StoppedError as error:
+            answer = _failed(str(error), "choose a shorter time, or use `rankscope report fleet --prometheus URL`")
         except Exception:
             log.exception("no fleet report of %s", period)
         finally:
@@ -123,11 +131,6 @@ class FleetReports:
                 if api is self._api:
                     self._kept[period] = (self._monotonic_seconds() + kept_seconds, answer)
                 self._under_way = None
-
-    def _progress(self, done: int, pages: int) -> None:
-        if self._is_closing:
-            raise _StoppedError
-        self._under_way = (done, pages)
 
 
 def _of_one_cluster(facts: FleetFacts) -> GetFleetReportResponse:

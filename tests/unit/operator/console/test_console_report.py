@@ -143,6 +143,19 @@ def test_failures_name_the_reason_and_the_next_step() -> None:
     assert "see that it runs" in finished(reports).next_step
 
 
+def test_a_prometheus_that_is_too_slow_is_given_up() -> None:
+    now = [0.0]
+
+    def answer(query: str) -> tuple[int, object]:
+        now[0] = fleet_reports.MAX_MAKING_SECONDS + 1.0
+        return of_a_run(query)
+
+    with server(answer) as url:
+        reports = FleetReports(FleetUsage(LostSeconds()), url, lambda: now[0])
+        failed = finished(reports, "30d")
+    assert "too slow" in failed.failure and "shorter" in failed.next_step
+
+
 def test_other_clusters_of_prometheus_are_not_reported() -> None:
     def answer(query: str) -> tuple[int, object]:
         if query.startswith("sum_over_time((count by (cluster, run_namespace"):
