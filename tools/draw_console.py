@@ -22,6 +22,7 @@ import numpy as np
 from rankscope.analysis.verdicts.verdict import Cause, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.console.server import ConsoleServer
+from rankscope.operator.correlation.fleet_reports import FleetReports
 from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
 from rankscope.v1.window_pb2 import GpuUsage, Memory, ProcessUsage, RankWindow, StepStatistics
 from tools.chromium import Page, browser
@@ -61,7 +62,7 @@ def identity(run: str, rank: int, size: int) -> RankIdentity:
     place = ParallelCoordinates(pipeline=rank // 16, data=rank // 4 % 4, tensor=rank % 4) if run == SLOW else None
     node, pod = f"gpu-{rank // 8 + 11:02}", f"{run.rpartition('/')[2]}-worker-{rank // 8}"
     who = RankIdentity(job=run, rank=rank, world_size=size, node=node, pid=4100 + rank, coordinates=place)
-    who.pod_name, who.gpu_model = pod, "NVIDIA H200"
+    who.pod_name, who.gpu_model, who.gpu_uuid = pod, "NVIDIA H200", f"GPU-{run}-{rank}"
     return who
 
 
@@ -146,8 +147,9 @@ def played_fleet() -> Played:
 @contextmanager
 def served_fleet() -> Iterator[str]:
     """The address of a console with these runs, and with captures, profiles and a hang of the slow one."""
-    with played_services(SLOW, SLOW_RANK) as channels:
-        console = ConsoleServer(played_fleet().history, "127.0.0.1", 0, channels=channels)
+    played = played_fleet()
+    with played_services(SLOW, SLOW_RANK, FleetReports(played.usage)) as channels:
+        console = ConsoleServer(played.history, "127.0.0.1", 0, channels=channels)
         console.start()
         try:
             yield console.url
@@ -165,6 +167,7 @@ PAGES = {
         "&& performance.getEntriesByType('resource').some(({ name }) => name.includes('/flame?'))",
     ),
     "capture": (f"?view=captures&capture={CAPTURE_ID}", "document.querySelectorAll('.phases').length > 2"),
+    "report": ("?view=report", "document.querySelectorAll('h2').length > 5"),
     "hang": (f"?view=hangs&hang={HANG_ID}", "document.querySelectorAll('details').length > 1"),
 }
 # Those of the documentation: whether it is dark, and its height.

@@ -11,6 +11,7 @@ from rankscope.analysis.verdicts.window_columns import pack, unpack
 from rankscope.operator.console.history import LIMIT_BYTES, History, RunView
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows, RankSeen
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 
@@ -47,6 +48,7 @@ class Played:
     ) -> None:
         self.now = begin
         self.lost = LostSeconds()
+        self.usage = FleetUsage(self.lost, clock=lambda: self.now)
         self.history = History(self.lost, limit_bytes, clock=lambda: self.now, keeps=keeps)
         self.history_cpu_seconds = 0.0  # of the history, without what plays here
         self._states: dict[str, JobState] = {}
@@ -110,6 +112,7 @@ class Played:
 
     def _tell(self) -> None:
         states = tuple(self._states.values())
+        self.usage(states)
         self.lost(states)
         started = time.thread_time()
         self.history(states)

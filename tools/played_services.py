@@ -1,4 +1,4 @@
-"""Captures, profiles and hangs of a run that is made up: real gRPC servers, for consoles of played runs.
+"""Captures, profiles, hangs and fleet reports of made-up runs: real gRPC servers, for consoles of played runs.
 
 Image decoding is slow on one rank: its stacks, a capture of eight ranks of its pipeline stage, and the report of a hang
 two hours before."""
@@ -21,6 +21,7 @@ from rankscope.analysis.profiles.frames import Frame, Stack
 from rankscope.analysis.profiles.pprof import pprof
 from rankscope.analysis.profiles.profile import Profile, SampledStack
 from rankscope.operator.console.endpoints import Channels
+from rankscope.operator.correlation.fleet_reports import FleetReports
 from rankscope.v1 import capture_service_pb2 as captures_pb
 from rankscope.v1 import job_service_pb2 as jobs_pb
 from rankscope.v1 import profile_service_pb2 as profiles_pb
@@ -179,9 +180,15 @@ def _capture(run: str, slow_rank: int) -> captures_pb.Capture:
     return made
 
 
-class PlayedHangs(JobServiceServicer):
-    def __init__(self, run: str) -> None:
+class PlayedJobs(JobServiceServicer):
+    def __init__(self, run: str, reports: FleetReports) -> None:
         self._report = _report(run)
+        self._reports = reports
+
+    def GetFleetReport(
+        self, request: jobs_pb.GetFleetReportRequest, context: grpc.ServicerContext
+    ) -> jobs_pb.GetFleetReportResponse:
+        return self._reports.get(request.since)
 
     def ListHangs(self, request: jobs_pb.ListHangsRequest, context: grpc.ServicerContext) -> jobs_pb.ListHangsResponse:
         report = self._report
@@ -227,13 +234,13 @@ def _report(run: str) -> HangReport:
 
 
 @contextmanager
-def played_services(run: str, slow_rank: int) -> Iterator[Channels]:
+def played_services(run: str, slow_rank: int, reports: FleetReports) -> Iterator[Channels]:
     """Channels to them, for a console."""
     with tempfile.TemporaryDirectory() as folder:
         server = grpc.server(ThreadPoolExecutor(4))
         add_CaptureServiceServicer_to_server(PlayedCaptures(run, slow_rank), server)
         add_ProfileServiceServicer_to_server(PlayedProfiles(slow_rank), server)
-        add_JobServiceServicer_to_server(PlayedHangs(run), server)
+        add_JobServiceServicer_to_server(PlayedJobs(run, reports), server)
         target = f"unix:{folder}/served.sock"
         server.add_insecure_port(target)
         server.start()

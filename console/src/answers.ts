@@ -109,6 +109,17 @@ export interface ExcessFrame {
   readonly reference_share_ratio: number;
 }
 
+/** `making` says how far the report is; it is empty once the report is there. `definitions` are of columns. In a table, `left` are the columns of words, `said` are sentences below it, and `empty` is shown in place of no rows. */
+export interface FleetReportAnswer {
+  readonly making: string;
+  readonly made_unix_seconds: number;
+  readonly span: string;
+  readonly headline: string;
+  readonly notes: readonly string[];
+  readonly tables: readonly ReportTable[];
+  readonly definitions: Readonly<Record<string, string>>;
+}
+
 /** What could not be read of these ranks. */
 export interface Gap {
   readonly ranks: string;
@@ -268,6 +279,16 @@ export interface RankTraceSummary {
   readonly each_exposed_communication_seconds: readonly number[];
   readonly events: number;
   readonly rank: number;
+}
+
+/** `left` are the columns of words. */
+export interface ReportTable {
+  readonly title: string;
+  readonly columns: readonly string[];
+  readonly rows: readonly (readonly string[])[];
+  readonly left: readonly string[];
+  readonly said: readonly string[];
+  readonly empty: string;
 }
 
 export interface RunDetail {

@@ -6,6 +6,7 @@ import type {
   CaptureRow,
   CapturesAnswer,
   ExcessAnswer,
+  FleetReportAnswer,
   HangReport,
   HangRow,
   HangsAnswer,
@@ -127,4 +128,8 @@ export async function hangs(run: string, signal: AbortSignal): Promise<readonly 
 
 export async function hang(id: string, signal: AbortSignal): Promise<HangReport> {
   return (await ask("hang", { id }, signal)).json() as Promise<HangReport>;
+}
+
+export async function report(since: string, signal: AbortSignal): Promise<FleetReportAnswer> {
+  return (await ask("report", { since }, signal)).json() as Promise<FleetReportAnswer>;
 }

@@ -1,7 +1,7 @@
 // What is shown is in the address, so that a link shows the same to another person.
 import { computed, signal } from "@preact/signals";
 
-export type View = "fleet" | "run" | "rank" | "captures" | "hangs";
+export type View = "fleet" | "run" | "rank" | "captures" | "hangs" | "report";
 
 const query = signal(new URLSearchParams(window.location.search));
 
@@ -30,7 +30,7 @@ export const parameter = (name: string, otherwise = ""): string => query.value.g
 
 export const view = computed<View>(() => {
   const named = query.value.get("view");
-  if (named === "captures" || named === "hangs") return named;
+  if (named === "captures" || named === "hangs" || named === "report") return named;
   if (!query.value.has("run")) return "fleet";
   return query.value.has("rank") ? "rank" : "run";
 });

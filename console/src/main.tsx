@@ -11,11 +11,12 @@ import { address, go, parameter, view } from "./location";
 import { hasToken, Login, login, openAsCaller } from "./login";
 import { Notice } from "./parts";
 import { RankPage } from "./rank";
+import { ReportPage } from "./report";
 import { RunPage } from "./run";
 
 const THEMES = ["system", "light", "dark"] as const;
 
-const KEYS = [["/", "filter"], ["g", "runs"], ["c", "captures"], ["h", "hangs"], ["r", "run"]] as const;
+const KEYS = [["/", "filter"], ["g", "runs"], ["c", "captures"], ["h", "hangs"], ["f", "report"], ["r", "run"]] as const;
 
 function theme(): (typeof THEMES)[number] {
   const kept = window.localStorage.getItem("theme");
@@ -52,6 +53,7 @@ function onKey(event: KeyboardEvent): void {
   } else if (event.key === "g") go({}, { keep: false });
   else if (event.key === "c") go({ view: "captures" }, { keep: false });
   else if (event.key === "h") go({ view: "hangs" }, { keep: false });
+  else if (event.key === "f") go({ view: "report" }, { keep: false });
   else if (event.key === "r" && parameter("rank") !== "") go({ rank: null });
 }
 
@@ -83,6 +85,7 @@ function Console() {
           <a href="./" aria-current={view.value === "fleet" ? "page" : undefined}>Runs</a>
           {isServed("captures") && <a href={address({ view: "captures" }, false)} aria-current={view.value === "captures" ? "page" : undefined}>Captures</a>}
           {isServed("hangs") && <a href={address({ view: "hangs" }, false)} aria-current={view.value === "hangs" ? "page" : undefined}>Hangs</a>}
+          {isServed("report") && <a href={address({ view: "report" }, false)} aria-current={view.value === "report" ? "page" : undefined}>Report</a>}
           {run !== "" && <a href={address({ run }, false)} aria-current={view.value === "run" ? "page" : undefined}>{run}</a>}
           {rank !== "" && <a href={address({ run, rank }, false)} aria-current="page">rank {rank}</a>}
         </nav>
@@ -94,7 +97,7 @@ function Console() {
       <main>
         {!live.isConnected.value && login.refusal.value === null && <Notice>The server does not answer; what is shown may be old. Trying again every few seconds. If it was stopped, start <code>rankscope up</code> again.</Notice>}
         <Elsewhere runs={live.elsewhere.value} />
-        {login.refusal.value !== null ? <Login refused={login.refusal.value} /> : view.value === "hangs" ? <HangsPage run={run} id={parameter("hang")} /> : view.value === "captures" ? <CapturesPage run={run} id={parameter("capture")} /> : view.value === "rank" ? <RankPage run={run} rank={Number(rank)} /> : view.value === "run" ? <RunPage run={run} /> : <Fleet />}
+        {login.refusal.value !== null ? <Login refused={login.refusal.value} /> : view.value === "hangs" ? <HangsPage run={run} id={parameter("hang")} /> : view.value === "report" ? <ReportPage /> : view.value === "captures" ? <CapturesPage run={run} id={parameter("capture")} /> : view.value === "rank" ? <RankPage run={run} rank={Number(rank)} /> : view.value === "run" ? <RunPage run={run} /> : <Fleet />}
       </main>
     </>
   );

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,9 @@ import pytest
 from rankscope.analysis.collectives.hang_report import HangReport
 from rankscope.operator.console.api import EVENT_CLIENTS
 from rankscope.operator.console.endpoints import Channels
-from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.correlator import Correlator, LostSeconds
+from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.correlation.job_service import JobServicer
 from rankscope.v1.job_service_pb2_grpc import add_JobServiceServicer_to_server
@@ -34,6 +37,7 @@ from tests.console.serving import (
     served_to,
 )
 from tests.free_ports import free_port
+from tests.support.prometheus_stub import of_a_run, server
 from tests.support.waiting import wait_until
 from tools.chromium import Page
 from tools.draw_console import IMAGES, PAGES, PICTURES, SLOW, SLOW_RANK, WIDTH, open_page
@@ -261,26 +265,28 @@ def test_large_run_captures_preselect_straggler_and_peer_with_a_warning(page: Pa
 
 
 @contextmanager
-def kept_hang(report: HangReport, folder: Path) -> Iterator[Channels]:
-    """Channels to a JobService that has it."""
-    store = HangStore(FolderFiles(folder / "hangs"))
-    store.keep(report)
-    server = grpc.server(ThreadPoolExecutor(2))
-    add_JobServiceServicer_to_server(JobServicer(Correlator(), store), server)
+def job_service(folder: Path, report: HangReport | None = None, prometheus_url: str = "") -> Iterator[Channels]:
+    """Channels to a JobService that has the report of a hang, and makes fleet reports from Prometheus."""
+    store, reports = HangStore(FolderFiles(folder / "hangs")), FleetReports(FleetUsage(LostSeconds()), prometheus_url)
+    if report is not None:
+        store.keep(report)
+    api = grpc.server(ThreadPoolExecutor(2))
+    add_JobServiceServicer_to_server(JobServicer(Correlator(), store, reports), api)
     target = f"unix:{folder / 'jobs.sock'}"
-    server.add_insecure_port(target)
-    server.start()
+    api.add_insecure_port(target)
+    api.start()
     try:
         yield lambda request: grpc.insecure_channel(target)
     finally:
-        server.stop(None).wait()
+        api.stop(None).wait()
+        reports.close()
         store.close()
 
 
 def test_a_hang_report_lists_the_odd_rank_first_with_collectives(page: Page, tmp_path: Path) -> None:
     """Of a real job of three ranks, in which rank 2 never entered a collective."""
     report = msgspec.json.decode((ROOT / "tests" / "data" / "hang_report.json").read_bytes(), type=HangReport)
-    with kept_hang(report, tmp_path) as channels, served_to(page, Played(), channels=channels) as console:
+    with job_service(tmp_path, report) as channels, served_to(page, Played(), channels=channels) as console:
         page.open(console.url, 1280, 900)
         page.wait_for(f"{TEXT}.includes('No training job is seen')")  # so it hears keys
         page.type("h")
@@ -296,3 +302,40 @@ def test_a_hang_report_lists_the_odd_rank_first_with_collectives(page: Page, tmp
         assert [row[1:3] for row in rows] == [["0-1", "waits"], ["2", "never entered"]]
         assert all(row[0] == "all_reduce seq 66 of group 0 (default_pg)" for row in rows)
         assert serious_findings(page) == []
+
+
+def test_a_report_page_shows_progress_then_tables(page: Page, tmp_path: Path) -> None:
+    may_answer = threading.Event()
+
+    def answer(query: str) -> tuple[int, object]:
+        if "mfu_target" in query:
+            may_answer.wait()
+        return of_a_run(query)
+
+    with (
+        server(answer) as url,
+        job_service(tmp_path, prometheus_url=url) as channels,
+        served_to(page, Played(), channels=channels) as console,
+    ):
+        page.open(console.url, 1280, 900)
+        page.wait_for(f"{TEXT}.includes('No training job is seen')")
+        page.value("[...document.querySelectorAll('nav a')].find((one) => one.innerText === 'Report').click()")
+        page.wait_for(f"{TEXT}.includes('The report is being made: ')")
+        press(page, "24 h")
+        may_answer.set()
+        page.wait_for(f"{TEXT}.includes('1 run on 1 node used 0.5 GPU-hours')")
+        assert page.value("location.search") == "?view=report&since=24h"
+        titles = page.value("[...document.querySelectorAll('h2')].map((one) => one.innerText)")
+        assert {"GPU-hours lost, by verdict", "By team", "By run", "By node"} <= set(titles)
+        assert page.value(f"{TEXT}.includes('<script>alert(1)')") and not page.value("document.scripts.length > 1")
+        assert serious_findings(page) == []
+
+
+def test_a_report_that_fails_says_what_to_do(chromium_page: Page, tmp_path: Path) -> None:
+    page = chromium_page  # notes the answer 503 as an error
+    with (
+        job_service(tmp_path, prometheus_url="http://127.0.0.1:1") as channels,
+        served_to(page, Played(), channels=channels) as console,
+    ):
+        page.open(f"{console.url}?view=report")
+        page.wait_for(f"{TEXT}.includes('see that it runs')")

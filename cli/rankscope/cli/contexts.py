@@ -52,8 +52,9 @@ FIELDS = tuple(one.name for one in fields(Endpoint))
 _PATHS = ("certificate_authority", "client_certificate", "client_key", "token_file", "kubeconfig")
 
 
-def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags by which a command chooses its server. They are the same for all commands."""
+def add_connection_arguments(parser: argparse.ArgumentParser, has_token_file: bool = False) -> None:
+    """Add the flags by which a command chooses its server. They are the same for all commands. `has_token_file` is True
+    if the command has a flag of this name already."""
     group = parser.add_argument_group("server (docs/cli.md; default: the daemon of this machine)")
     group.add_argument(
         "--connect", metavar="HOST:PORT", help="a daemon, a correlator or an operator to ask; also unix:PATH"
@@ -67,7 +68,8 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tls-server-name", metavar="NAME", help="in its certificate, where HOST is not (a port-forward)"
     )
-    group.add_argument("--token-file", type=Path, metavar="FILE", help=f"your token (default: {TOKEN_VARIABLE})")
+    if not has_token_file:
+        group.add_argument("--token-file", type=Path, metavar="FILE", help=f"your token (default: {TOKEN_VARIABLE})")
     group.add_argument("--kubeconfig", type=Path, metavar="FILE", help="use the token of its current user")
     group.add_argument("--plaintext", action="store_true", help="without TLS; to this machine only")
 

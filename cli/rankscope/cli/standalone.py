@@ -18,6 +18,7 @@ from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.decision import FailedError
 from rankscope.operator.correlation.correlator import Correlator, suspects
+from rankscope.operator.correlation.fleet_reports import FleetReports
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.correlation.job_service import JobServicer
 from rankscope.operator.job_watch import AlertSettings, JobWatch
@@ -104,7 +105,7 @@ class Standalone:
         self.correlator = self._jobs.correlator
         self._daemon = Daemon(
             config,
-            services=(job_service(self.correlator, self._jobs.hangs.store),),
+            services=(job_service(self.correlator, self._jobs.hangs.store, self._jobs.reports),),
             metrics=[self._jobs.exporter()],
             own_cpu_seconds=own_cpu_seconds,
         )
@@ -144,7 +145,8 @@ class Standalone:
         from rankscope.operator.console.older_history import PrometheusHistory
         from rankscope.operator.console.server import ConsoleServer
 
-        history, self._older = History(self._jobs.lost), PrometheusHistory(listen.prometheus_url)
+        history, self._older = History(self._jobs.lost), PrometheusHistory()
+        self.read_older_history(listen.prometheus_url)
         try:
             self._console = ConsoleServer(
                 history,
@@ -162,9 +164,10 @@ class Standalone:
         self._console.start()
 
     def read_older_history(self, prometheus_url: str) -> None:
-        """Of the console, from now on."""
+        """Of the console, and fleet reports, from now on."""
         if self._older is not None:
             self._older.use(prometheus_url)
+            self._jobs.reports.use(prometheus_url)
 
     def _capture(self, wanted: Wanted) -> str:
         return start_capture(self.addresses.grpc_targets[0], wanted)
@@ -194,6 +197,6 @@ class Standalone:
         self.stop()
 
 
-def job_service(correlator: Correlator, hangs: HangStore) -> Service:
+def job_service(correlator: Correlator, hangs: HangStore, reports: FleetReports) -> Service:
     add = job_service_pb2_grpc.add_JobServiceServicer_to_server
-    return Service.of("JobService", add, JobServicer(correlator, hangs))
+    return Service.of("JobService", add, JobServicer(correlator, hangs, reports))

@@ -113,7 +113,7 @@ class CorrelatorRuntime:
             authentication,
             self.captures.watched,
             runs,
-            UserJobs(lambda: self.jobs.correlator.states, hangs, self.audit, has_namespaces=False),
+            UserJobs(lambda: self.jobs.correlator.states, hangs, self.jobs.reports, self.audit, has_namespaces=False),
             Traces(calls, self._addresses),
             self._relay,
             self.audit,
@@ -134,6 +134,7 @@ class CorrelatorRuntime:
         if settings.console is not None:
             history = History(self.jobs.lost)
             self.jobs.correlator.listen(history)
+            self.jobs.reports.use(settings.console.prometheus_url)
             self.console = Console(
                 settings.console,
                 history,

@@ -16,6 +16,8 @@ from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver
 from rankscope.operator.alerts.decision import AlertDecisions, Start
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
+from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.correlation.hang_reporter import Dump, HangReporter
 from rankscope.operator.correlation.hang_store import HangStore
 from rankscope.operator.metrics import Exporter, OperatorView
@@ -103,9 +105,12 @@ class JobWatch:
         self.daemons = DaemonNodes(lambda: self.streams.connected)
         self._policy = policy
         self.lost = LostSeconds()
+        usage = FleetUsage(self.lost, lambda job: policy.mfu_target_ratio)
+        self.correlator.listen(usage)  # before `lost`
         self.correlator.listen(self.lost)
         self.hangs = HangReporter(hangs, dump)
         self.correlator.listen(self.hangs)
+        self.reports = FleetReports(usage)
         self._alerts = alerts
         self._decisions = AlertDecisions(lambda: self.correlator.states, start_capture)
         self._receiver: AlertReceiver | None = None
@@ -148,6 +153,7 @@ class JobWatch:
         self.streams.stop()
         self.correlator.stop()
         self.hangs.stop()
+        self.reports.close()
 
     def _accept(self, messages: Sequence[DaemonMessage]) -> None:
         """In the streams' thread."""

@@ -31,6 +31,8 @@ from rankscope.operator.console.history import History
 from rankscope.operator.console_access import Console, ConsoleSettings
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
+from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.correlation.hang_reporter import HangReporter
 from rankscope.operator.correlation.hang_store import HangStore
 from rankscope.operator.kube.api_client import Api, owners
@@ -130,10 +132,14 @@ class Operator:
         thresholds = RunThresholds(replace(DEFAULT_POLICY, mfu_target_ratio=settings.mfu_target))
         self.correlator = Correlator(thresholds.base, policy_of=thresholds.policy_of)
         lost = LostSeconds()
+        usage = FleetUsage(lost, thresholds.mfu_target_of, self._elsewhere)
+        self.correlator.listen(usage)  # before `lost`
         self.correlator.listen(lost)
         reports = HangStore(ReportMaps(self.api, settings.namespace, owners()))
         self.hangs = HangReporter(reports, self._dump, self._report_hang)
         self.correlator.listen(self.hangs)
+        prometheus_url = "" if settings.console is None else settings.console.prometheus_url
+        self.reports = FleetReports(usage, prometheus_url)
         self.streams = DaemonStreams(self._accept, shown_to_daemons)
 
         # Our own kinds of objects.
@@ -202,7 +208,13 @@ class Operator:
                 authentication,
                 self.captures.watched,
                 self.runs,
-                UserJobs(self.states, self.hangs.store, self.audit, lambda: self.runs.watched.objects.values()),
+                UserJobs(
+                    self.states,
+                    self.hangs.store,
+                    self.reports,
+                    self.audit,
+                    lambda: self.runs.watched.objects.values(),
+                ),
                 Traces(calls, self.addresses),
                 self._relay,
                 self.audit,
@@ -270,6 +282,7 @@ class Operator:
         for part in reversed(self._parts):
             part.stop()
         self.hangs.stop()
+        self.reports.close()
 
     @property
     def is_ready(self) -> bool:

@@ -452,3 +452,60 @@ class GetHangResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetHangResponse: _TypeAlias = GetHangResponse  # noqa: Y015
+
+@_typing.final
+class GetFleetReportRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    since: _builtins.str
+    """24h, 7d or 30d"""
+    def __init__(
+        self,
+        *,
+        since: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFleetReportRequest: _TypeAlias = GetFleetReportRequest  # noqa: Y015
+
+@_typing.final
+class GetFleetReportResponse(_message.Message):
+    """A report, a failure with its next step, or how far the report is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    MADE_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    PAGES_DONE_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    report: _builtins.bytes
+    """JSON, as docs/report.md has it"""
+    made_unix_nanos: _builtins.int
+    failure: _builtins.str
+    next_step: _builtins.str
+    pages_done: _builtins.int
+    pages: _builtins.int
+    def __init__(
+        self,
+        *,
+        report: _builtins.bytes = ...,
+        made_unix_nanos: _builtins.int = ...,
+        failure: _builtins.str = ...,
+        next_step: _builtins.str = ...,
+        pages_done: _builtins.int = ...,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "made_unix_nanos", b"made_unix_nanos", "next_step", b"next_step", "pages", b"pages", "pages_done", b"pages_done", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFleetReportResponse: _TypeAlias = GetFleetReportResponse  # noqa: Y015

@@ -54,6 +54,11 @@ class JobServiceStub:
                 request_serializer=rankscope_dot_v1_dot_job__service__pb2.GetHangRequest.SerializeToString,
                 response_deserializer=rankscope_dot_v1_dot_job__service__pb2.GetHangResponse.FromString,
                 _registered_method=True)
+        self.GetFleetReport = channel.unary_unary(
+                '/rankscope.v1.JobService/GetFleetReport',
+                request_serializer=rankscope_dot_v1_dot_job__service__pb2.GetFleetReportRequest.SerializeToString,
+                response_deserializer=rankscope_dot_v1_dot_job__service__pb2.GetFleetReportResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer:
@@ -85,6 +90,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetFleetReport(self, request, context):
+        """Where the GPU-hours of all runs went. A report is made in the background: ask again until it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +119,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.GetHang,
                     request_deserializer=rankscope_dot_v1_dot_job__service__pb2.GetHangRequest.FromString,
                     response_serializer=rankscope_dot_v1_dot_job__service__pb2.GetHangResponse.SerializeToString,
+            ),
+            'GetFleetReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetFleetReport,
+                    request_deserializer=rankscope_dot_v1_dot_job__service__pb2.GetFleetReportRequest.FromString,
+                    response_serializer=rankscope_dot_v1_dot_job__service__pb2.GetFleetReportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +234,33 @@ class JobService:
             '/rankscope.v1.JobService/GetHang',
             rankscope_dot_v1_dot_job__service__pb2.GetHangRequest.SerializeToString,
             rankscope_dot_v1_dot_job__service__pb2.GetHangResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFleetReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rankscope.v1.JobService/GetFleetReport',
+            rankscope_dot_v1_dot_job__service__pb2.GetFleetReportRequest.SerializeToString,
+            rankscope_dot_v1_dot_job__service__pb2.GetFleetReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

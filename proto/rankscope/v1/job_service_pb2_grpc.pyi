@@ -37,6 +37,8 @@ class JobServiceStub:
     ListHangs: _grpc.UnaryUnaryMultiCallable[_job_service_pb2.ListHangsRequest, _job_service_pb2.ListHangsResponse]
     """Reports of hangs, the latest first."""
     GetHang: _grpc.UnaryUnaryMultiCallable[_job_service_pb2.GetHangRequest, _job_service_pb2.GetHangResponse]
+    GetFleetReport: _grpc.UnaryUnaryMultiCallable[_job_service_pb2.GetFleetReportRequest, _job_service_pb2.GetFleetReportResponse]
+    """Where the GPU-hours of all runs went. A report is made in the background: ask again until it is there."""
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -47,6 +49,8 @@ class JobServiceAsyncStub(JobServiceStub):
     ListHangs: _aio.UnaryUnaryMultiCallable[_job_service_pb2.ListHangsRequest, _job_service_pb2.ListHangsResponse]  # type: ignore[assignment]
     """Reports of hangs, the latest first."""
     GetHang: _aio.UnaryUnaryMultiCallable[_job_service_pb2.GetHangRequest, _job_service_pb2.GetHangResponse]  # type: ignore[assignment]
+    GetFleetReport: _aio.UnaryUnaryMultiCallable[_job_service_pb2.GetFleetReportRequest, _job_service_pb2.GetFleetReportResponse]  # type: ignore[assignment]
+    """Where the GPU-hours of all runs went. A report is made in the background: ask again until it is there."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -78,5 +82,13 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _job_service_pb2.GetHangRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_job_service_pb2.GetHangResponse, _abc.Awaitable[_job_service_pb2.GetHangResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetFleetReport(
+        self,
+        request: _job_service_pb2.GetFleetReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_service_pb2.GetFleetReportResponse, _abc.Awaitable[_job_service_pb2.GetFleetReportResponse]]:
+        """Where the GPU-hours of all runs went. A report is made in the background: ask again until it is there."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

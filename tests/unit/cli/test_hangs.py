@@ -13,7 +13,9 @@ import pytest
 from rankscope.analysis.collectives.hang_report import CollectiveRow, Gap, HangReport, Place
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
-from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.correlator import Correlator, LostSeconds
+from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.correlation.job_service import JobServicer
 from rankscope.v1.job_service_pb2_grpc import add_JobServiceServicer_to_server
@@ -44,7 +46,9 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.store = HangStore(FolderFiles(folder), lambda: 1000.0)
         self._server = grpc.server(ThreadPoolExecutor(2))
-        add_JobServiceServicer_to_server(JobServicer(Correlator(), self.store), self._server)
+        add_JobServiceServicer_to_server(
+            JobServicer(Correlator(), self.store, FleetReports(FleetUsage(LostSeconds()))), self._server
+        )
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 

@@ -1,71 +1,78 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs
 
+import grpc
 import pytest
 
-from rankscope.cli import fleet_history
+from rankscope.cli import report_fleet
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.operator import fleet_history
+from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
+from rankscope.operator.correlation.job_service import JobServicer
+from rankscope.v1.job_service_pb2_grpc import add_JobServiceServicer_to_server
 from tests.free_ports import free_port
 from tests.promql_reading import selectors
+from tests.support.prometheus_stub import of_a_run, server
 from tools.exported_metrics import exported_metrics
-
-HOSTILE = "x\x1b[31m<script>alert(1)</script>"
-Answer = Callable[[str], tuple[int, object]]  # status and document, by query
-
-
-@contextmanager
-def server(answer: Answer, seen: list[tuple[str, dict[str, str]]] | None = None) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-            if seen is not None:
-                seen.append((form["query"][0], dict(self.headers.items())))
-            status, document = answer(form["query"][0])
-            body = document if isinstance(document, bytes) else json.dumps(document).encode()
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=served.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{served.server_address[1]}"
-    finally:
-        served.shutdown()
-        served.server_close()
-
-
-def series(*rows: tuple[dict[str, str], float]) -> tuple[int, object]:
-    result = [{"metric": labels, "value": [0, str(value)]} for labels, value in rows]
-    return 200, {"status": "success", "data": {"resultType": "vector", "result": result}}
-
-
-def of_a_run(query: str) -> tuple[int, object]:
-    run = {"run_namespace": "t", "run": HOSTILE}
-    if "rankscope_job_info" in query:
-        return series(({**run, "world_size": "9" * 50, "team": HOSTILE, "command": HOSTILE}, 6.0))
-    if query.startswith("sum_over_time((count by (cluster, run_namespace"):
-        return series(({**run, "node": HOSTILE}, 6.0), ({**run, "node": "n"}, float("nan")))
-    return series()
+from tools.played_runs import Played
 
 
 def asked(url: str, *options: str) -> int:
     return main(["report", "fleet", "--since", "2h", "--prometheus", url, *options])
 
 
-def test_a_missing_address_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "fleet"]) == Exit.USAGE
+@contextmanager
+def served(reports: FleetReports) -> Iterator[str]:
+    """The address of a server of Rankscope."""
+    api = grpc.server(ThreadPoolExecutor(2))
+    store = HangStore(FolderFiles(None))
+    add_JobServiceServicer_to_server(JobServicer(Correlator(), store, reports), api)
+    port = api.add_insecure_port("127.0.0.1:0")
+    api.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        api.stop(None).wait()
+        reports.close()
+        store.close()
+
+
+def test_without_prometheus_the_server_reports_on_its_own_time(capsys: pytest.CaptureFixture[str]) -> None:
+    played = Played()
+    for _ in range(20):
+        played.tick(ranks=4)
+    with served(FleetReports(played.usage)) as address:
+        assert main(["report", "fleet", "--connect", address]) == Exit.OK
+        output = capsys.readouterr().out
+        assert "1 run on 0 nodes used 0 GPU-hours" in output and "rank-hours have no known GPU" in output
+        assert "note: only since 2027-01-15 01:00 UTC, when this server started" in output
+        assert main(["report", "fleet", "--connect", address, "--since", "5d"]) == Exit.USAGE
+    assert "24h, 7d, 30d" in capsys.readouterr().err
+
+
+def test_a_server_that_knows_prometheus_reports_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_fleet, "ASK_SECONDS", 0.01)
+    page = tmp_path / "fleet.html"
+    with server(of_a_run) as url, served(FleetReports(Played().usage, url)) as address:
+        assert main(["report", "fleet", "--connect", address, "--html", str(page)]) == Exit.OK
+    assert "1 run on 1 node used 10.5 GPU-hours" in capsys.readouterr().out and "By team" in page.read_text()
+    with served(FleetReports(Played().usage, f"http://127.0.0.1:{free_port()}")) as address:
+        assert main(["report", "fleet", "--connect", address]) == Exit.REFUSED
+    assert "next step: see that it runs" in capsys.readouterr().err
+
+
+def test_no_server_says_how_to_ask_prometheus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "fleet", "--connect", f"127.0.0.1:{free_port()}"]) == Exit.UNREACHABLE
     assert "--prometheus http://prometheus:9090" in capsys.readouterr().err
 
 
@@ -77,6 +84,8 @@ def test_a_missing_address_says_how_to_give_one(capsys: pytest.CaptureFixture[st
         ("--prometheus", "ftp://x"),
         ("--prometheus", "http://user:password@x"),
         ("--tenant", "a\nb"),
+        ("--connect", "127.0.0.1:1"),
+        ("--context", "prod"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

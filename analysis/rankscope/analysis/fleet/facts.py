@@ -108,6 +108,7 @@ class FleetFacts:
     runs: Mapping[RunKey, RunFacts] = field(default_factory=dict)
     rank_hours_without_gpu: float = 0.0
     problems: tuple[str, ...] = ()  # what is missing, in sentences
+    remarks: tuple[str, ...] = ()  # about the source
 
 
 def team_of(key: RunKey, run: RunFacts | None) -> str:

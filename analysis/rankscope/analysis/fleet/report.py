@@ -79,6 +79,7 @@ class FleetReport:
     low_runs: tuple[LowMfu, ...]
     packing: tuple[PackingGroup, ...]
     problems: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
     @property
     def lost_ratio(self) -> float | None:
@@ -107,6 +108,7 @@ def make_report(facts: FleetFacts, thresholds: FleetThresholds = FLEET_THRESHOLD
         low_runs=tuple(sorted(low_runs, key=_by_shortfall)),
         packing=find_groups(facts, thresholds),
         problems=facts.problems,
+        remarks=facts.remarks,
     )
 
 

@@ -1,6 +1,6 @@
 """JobService for users: the runs that this replica correlates, with their ranks; of the runs of other replicas, what
 their TrainingRun objects say. Stack frames are left out: seeing a run does not include its code. Reports of hangs are
-for callers that may read profiles."""
+for callers that may read profiles, the fleet report for those that may list the runs of all namespaces."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rankscope.operator.access.requests import place_of_hang, places_to_list
 from rankscope.operator.access.token_review import Access
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.correlation.fleet_reports import NO_PERIOD, PERIODS, FleetReports
 from rankscope.operator.correlation.hang_store import HangStore
 from rankscope.operator.correlation.job_service import NO_REPORT, is_wanted, job_status, verdict_message
 from rankscope.operator.kube.objects import RunObject, unix_seconds
@@ -38,6 +39,7 @@ class UserJobs:
         self,
         states: Callable[[], Sequence[JobState]],
         hangs: HangStore,
+        reports: FleetReports,
         audit: CaptureAudit,
         objects: Callable[[], Iterable[RunObject]] = lambda: (),
         has_namespaces: bool = True,
@@ -45,6 +47,7 @@ class UserJobs:
         """`has_namespaces` is False without Kubernetes: runs have plain names there."""
         self._states = states
         self._hangs = hangs
+        self._reports = reports
         self._audit = audit
         self._objects = objects
         self._has_namespaces = has_namespaces
@@ -55,6 +58,7 @@ class UserJobs:
             "WatchJobs": guard.streaming("WatchJobs", pb.WatchJobsRequest, self.watch),
             "ListHangs": guard.single("ListHangs", pb.ListHangsRequest, self.list_hangs),
             "GetHang": guard.single("GetHang", pb.GetHangRequest, self.get_hang),
+            "GetFleetReport": guard.single("GetFleetReport", pb.GetFleetReportRequest, self.get_fleet_report),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -88,6 +92,13 @@ class UserJobs:
             raise RefusedError(grpc.StatusCode.NOT_FOUND, NO_REPORT)
         self._record(call, namespace=place.namespace, run=run_labels(found.run)["run"], job=found.run, id=found.id)
         return pb.GetHangResponse(report=msgspec.json.encode(found))
+
+    def get_fleet_report(self, request: pb.GetFleetReportRequest, call: Call) -> pb.GetFleetReportResponse:
+        """It names runs, users and nodes of all namespaces."""
+        call.require(Access("list", "", "trainingruns"))
+        if request.since not in PERIODS:
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, NO_PERIOD)
+        return self._reports.get(request.since)
 
     def _record(self, call: Call, **what: str) -> None:
         self._audit.write_once_a_minute(call.record("downloaded", what="hang", **what))

@@ -52,6 +52,7 @@ from rankscope.operator.console.endpoints import (
     openapi,
     problem,
 )
+from rankscope.operator.console.fleet_report import REPORT_ENDPOINTS
 from rankscope.operator.console.hangs import HANG_ENDPOINTS
 from rankscope.operator.console.history import RUNS_KEPT, History, RunView
 from rankscope.operator.console.older_history import PrometheusHistory
@@ -111,8 +112,8 @@ class ConsoleApi:
         channels: Channels = no_channel,
         older: PrometheusHistory | None = None,
     ) -> None:
-        """`channels` lead to the API that serves
-        captures, profiles and hangs, in the caller's name: access, quotas and audit are there."""
+        """`channels` lead to the API that serves captures, profiles, hangs and the fleet report, in the caller's name:
+        access, quotas and audit are there."""
         self.history = history
         self.older = older or PrometheusHistory()
         self.authorize = authorize
@@ -256,6 +257,7 @@ ENDPOINTS = (
     *CAPTURE_ENDPOINTS,
     *PROFILE_ENDPOINTS,
     *HANG_ENDPOINTS,
+    *REPORT_ENDPOINTS,
 )
 
 

@@ -35,7 +35,7 @@ def local_channels(target: str, users: Collection[int] | None = None) -> Channel
         if user not in allowed:
             who = "a caller that is not known" if user is None else f"user {user}"
             advice = "run `rankscope up` as this user, or come through SSH as the user that runs it"
-            raise ProblemError(403, f"captures and profiles of this daemon are not for {who}", advice)
+            raise ProblemError(403, f"captures, profiles and reports of this daemon are not for {who}", advice)
         return grpc.insecure_channel(target)
 
     return channel

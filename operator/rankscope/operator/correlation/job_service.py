@@ -13,6 +13,7 @@ import msgspec
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.operator.correlation.fleet_reports import NO_PERIOD, PERIODS, FleetReports
 from rankscope.operator.correlation.hang_store import HangStore
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc, window_pb2
 
@@ -117,9 +118,10 @@ def _statuses(states: Iterable[JobState], wanted: str) -> Iterator[job_service_p
 
 
 class JobServicer(job_service_pb2_grpc.JobServiceServicer):
-    def __init__(self, correlator: Correlator, hangs: HangStore) -> None:
+    def __init__(self, correlator: Correlator, hangs: HangStore, reports: FleetReports) -> None:
         self._correlator = correlator
         self._hangs = hangs
+        self._reports = reports
 
     def ListJobs(
         self, request: job_service_pb2.ListJobsRequest, context: grpc.ServicerContext
@@ -138,6 +140,13 @@ class JobServicer(job_service_pb2_grpc.JobServiceServicer):
         if found is None:
             context.abort(grpc.StatusCode.NOT_FOUND, NO_REPORT)
         return job_service_pb2.GetHangResponse(report=msgspec.json.encode(found))
+
+    def GetFleetReport(
+        self, request: job_service_pb2.GetFleetReportRequest, context: grpc.ServicerContext
+    ) -> job_service_pb2.GetFleetReportResponse:
+        if request.since not in PERIODS:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_PERIOD)
+        return self._reports.get(request.since)
 
     def WatchJobs(
         self, request: job_service_pb2.WatchJobsRequest, context: grpc.ServicerContext

@@ -21,7 +21,9 @@ from rankscope.operator.access.token_review import Reviews
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.daemon_calls import DaemonCalls
-from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.correlation.correlator import JobState, LostSeconds
+from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError
 from rankscope.operator.kube.objects import CaptureObject, RunObject, read_capture_object, read_run_object
@@ -78,7 +80,8 @@ class Cluster:
         self.authentication = TokenAuthentication(self.reviews)
         self.guard = Guard(self.authentication, audit)
         self.hangs = HangStore(FolderFiles(None))
-        self.jobs = UserJobs(lambda: self.states, self.hangs, audit, lambda: self.run_objects)
+        self.reports = FleetReports(FleetUsage(LostSeconds()))
+        self.jobs = UserJobs(lambda: self.states, self.hangs, self.reports, audit, lambda: self.run_objects)
         self.relay = ProfileRelay(DaemonCalls(), lambda: self.addresses)
         self.profiles = UserProfiles(self, self.relay, audit)
         self.server = UserApiServer(UserApiSettings("127.0.0.1", 0), self.handlers(self.guard), None)

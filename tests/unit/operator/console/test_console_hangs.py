@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 from rankscope.analysis.collectives.hang_report import CollectiveRow, HangReport, Place
-from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.correlator import Correlator, LostSeconds
+from rankscope.operator.correlation.fleet_reports import FleetReports
+from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.correlation.job_service import JobServicer
 from rankscope.v1.job_service_pb2_grpc import add_JobServiceServicer_to_server
@@ -39,7 +41,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     store.keep(REPORT)
     store.keep(msgspec.structs.replace(REPORT, id="h-20261116-125203-4be1a1", run="bert", ended_unix_seconds=1100.0))
     server = grpc.server(ThreadPoolExecutor(2))
-    add_JobServiceServicer_to_server(JobServicer(Correlator(), store), server)
+    add_JobServiceServicer_to_server(JobServicer(Correlator(), store, FleetReports(FleetUsage(LostSeconds()))), server)
     target = f"unix:{tmp_path / 'd.sock'}"
     server.add_insecure_port(target)
     server.start()

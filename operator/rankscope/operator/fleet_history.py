@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from enum import Enum
+from queue import SimpleQueue
 from typing import Final
 
 from rankscope.analysis.fleet.facts import (
@@ -27,7 +30,7 @@ from rankscope.analysis.fleet.facts import (
     RunFacts,
     RunKey,
 )
-from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.analysis.fleet.tables import moment
 from rankscope.common.http_client import REQUEST_FAILURES
 from rankscope.common.text import one_line
 from rankscope.operator.prometheus_api import PrometheusApi, QueryError, quoted
@@ -42,7 +45,7 @@ STEP_SECONDS: Final = {True: 300, False: 900}
 RATE_SECONDS: Final = 900
 QUERY_SECONDS: Final = 60.0
 MAX_ANSWER_BYTES: Final = 32 << 20
-MAX_ROWS: Final = 400_000  # of one question, over all pages
+MAX_ROWS: Final = 400_000
 MAX_REASON_CHARACTERS: Final = 160
 MAX_PROBLEMS: Final = 20
 QUERIES_AT_ONCE: Final = 4
@@ -164,6 +167,21 @@ ASKED: Final = QUESTIONS | FOLLOWING
 Rows = dict[tuple[str, ...], float]
 
 
+class Failure(Enum):
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    NO_API = "no API"  # the address is not one of Prometheus' API
+    EMPTY = "empty"
+
+
+class HistoryError(Exception):
+    """There is no report. The text is the reason; the next step depends on who asks."""
+
+    def __init__(self, failure: Failure, text: str) -> None:
+        super().__init__(text)
+        self.failure = failure
+
+
 @dataclass(frozen=True)
 class Page:
     question: str
@@ -177,24 +195,31 @@ class Page:
 
 
 def read_facts(
-    api: PrometheusApi, seconds: float, now: float, progress: Callable[[int, int], None] = lambda done, total: None
+    api: PrometheusApi,
+    seconds: float,
+    now: float,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    max_rows: int = MAX_ROWS,
 ) -> FleetFacts:
-    """Of the last so long. Raises CommandError if the server cannot be reached, refuses, or has nothing of ours."""
+    """Of the last so long. Raises HistoryError if the server cannot be reached, refuses, or has nothing of ours, and
+    what `progress` raises. `max_rows` are those of one question, over all pages."""
     step = STEP_SECONDS[seconds <= SHORT_SECONDS]
     end = int(now // step) * step
     begin = end - max(step, int(seconds // step) * step)
-    reader = _Reader(api, step, progress)
+    reader = _Reader(api, step, progress, max_rows)
     reader.read(begin, end)
     if not any(reader.rows[name] for name in ("used", "info", "without_gpu")) and not reader.problems:
-        hint = "see that it scrapes daemons and operator (docs/metrics.md#scraping), or ask for a longer --since"
-        raise CommandError(f"it has no series of Rankscope in this time; next step: {hint}", Exit.NOT_FOUND)
+        raise HistoryError(Failure.EMPTY, "it has no series of Rankscope in this time")
     return reader.facts(begin, end)
 
 
 class _Reader:
     """Asks all pages, a few at a time, and adds them up."""
 
-    def __init__(self, api: PrometheusApi, step_seconds: int, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, api: PrometheusApi, step_seconds: int, progress: Callable[[int, int], None], max_rows: int
+    ) -> None:
+        self._max_rows = max_rows
         self._api = api
         self._step_seconds = step_seconds
         self._progress = progress
@@ -202,39 +227,45 @@ class _Reader:
         self.problems: dict[str, list[tuple[Page, str]]] = {}  # by what is missing
 
     def read(self, begin: int, end: int) -> None:
-        pages = [
+        pages = deque(
             Page(name, start, min(start + PAGE_SECONDS, end))
             for start in range(begin, end, PAGE_SECONDS)
             for name in QUESTIONS
-        ]
+        )
         self._ask(pages[0])  # a server that does not answer is found out once
-        done, total = 1, len(pages)
-        with ThreadPoolExecutor(QUERIES_AT_ONCE) as pool:
-            waiting: dict[Future[Rows], Page] = {pool.submit(self._answer, page): page for page in pages}
-            try:
-                while waiting:
-                    for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                        more = self._take(waiting.pop(future), future)
-                        waiting.update({pool.submit(self._answer, page): page for page in more})
-                        done, total = done + 1, total + len(more)
-                        self._progress(done - 1, total)
-            finally:
-                for future in waiting:
-                    future.cancel()
+        done, total, under_way = 0, len(pages), 0
+        answers: SimpleQueue[tuple[Page, Rows | Exception]] = SimpleQueue()
+        while pages or under_way:
+            while pages and under_way < QUERIES_AT_ONCE:
+                # Not of a pool: the end of a process waits for the threads of a pool, and so for the server.
+                arguments = (pages.popleft(), answers)
+                threading.Thread(target=self._answer, args=arguments, name="rankscope-fleet", daemon=True).start()
+                under_way += 1
+            more = self._take(*answers.get())
+            pages.extend(more)
+            done, total, under_way = done + 1, total + len(more), under_way - 1
+            self._progress(done, total)
 
     def _ask(self, page: Page) -> None:
-        """Raises CommandError if no page would be answered."""
+        """Raises HistoryError if no page would be answered."""
         try:
             self._api.query("vector(1)", page.end)
         except QueryError as error:
-            is_refused = error.status in (401, 403)
-            step = "pass --token-file or --tenant" if is_refused else "see that --prometheus is the address of its API"
-            raise CommandError(f"{error}; next step: {step}", Exit.REFUSED if is_refused else Exit.USAGE) from error
+            failure = Failure.REFUSED if error.status in (401, 403) else Failure.NO_API
+            raise HistoryError(failure, str(error)) from error
         except REQUEST_FAILURES as error:
-            step = "see that it runs and that this machine reaches it"
-            raise CommandError(f"{_reason(error)}; next step: {step}", Exit.UNREACHABLE) from error
+            raise HistoryError(Failure.UNREACHABLE, _reason(error)) from error
 
-    def _answer(self, page: Page) -> Rows:
+    def _answer(self, page: Page, answers: SimpleQueue[tuple[Page, Rows | Exception]]) -> None:
+        found: Rows | Exception = QueryError("the query failed")
+        try:
+            found = self._rows(page)
+        except (*REQUEST_FAILURES, QueryError) as error:
+            found = error
+        finally:
+            answers.put((page, found))
+
+    def _rows(self, page: Page) -> Rows:
         question = ASKED[page.question]
         # A second less: whether a range has its first moment depends on the server's version.
         span = f"[{page.end - page.begin - 1}s:{question.steps * self._step_seconds}s]"
@@ -255,21 +286,19 @@ class _Reader:
                 rows[key] = rows.get(key, 0.0) + question.steps * value
         return rows
 
-    def _take(self, page: Page, answered: Future[Rows]) -> tuple[Page, ...]:
+    def _take(self, page: Page, found: Rows | Exception) -> tuple[Page, ...]:
         """Smaller pages if the server could not answer this one, or those that follow from its answer."""
-        try:
-            found = answered.result()
-        except (*REQUEST_FAILURES, QueryError) as error:
+        if isinstance(found, Exception):
             # A server that refuses a query, or is gone, is not asked for half of it.
-            may_split = not isinstance(error, ConnectionError) and getattr(error, "status", 503) not in (400, 401, 403)
+            may_split = not isinstance(found, ConnectionError) and getattr(found, "status", 503) not in (400, 401, 403)
             if may_split and page.end - page.begin >= 2 * max(MIN_PAGE_SECONDS, self._step_seconds):
                 return page.halves(self._step_seconds)
-            self._miss(page, _reason(error))
+            self._miss(page, _reason(found))
             return ()
         rows, is_most = self.rows[page.question], ASKED[page.question].over == "max"
         for key, value in found.items():
-            if key not in rows and len(rows) >= MAX_ROWS:
-                self._miss(page, f"there are more than {MAX_ROWS} rows")
+            if key not in rows and len(rows) >= self._max_rows:
+                self._miss(page, f"there are more than {self._max_rows} rows")
                 break
             rows[key] = max(rows.get(key, 0.0), value) if is_most else rows.get(key, 0.0) + value
         return tuple(self._following(page, found))
@@ -331,7 +360,7 @@ class _Reader:
 
     def _sentences(self) -> Iterator[str]:
         for what, missed in self.problems.items():
-            spans = [f"{_moment(page.begin)} to {_moment(page.end)}" for page, _ in missed]
+            spans = [f"{moment(page.begin)} to {moment(page.end)}" for page, _ in missed]
             more = f" and {len(spans) - MAX_PROBLEMS} more times" if len(spans) > MAX_PROBLEMS else ""
             yield f"{what}: nothing from {', '.join(spans[:MAX_PROBLEMS])}{more} ({missed[0][1]})"
 
@@ -352,7 +381,3 @@ def _literal(text: str) -> str:
 
 def _reason(error: Exception) -> str:
     return one_line(str(error) or type(error).__name__, MAX_REASON_CHARACTERS)
-
-
-def _moment(unix_seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix_seconds)) + " UTC"

@@ -1,10 +1,10 @@
-"""A fleet report as tables of text, for the terminal and the page."""
+"""A fleet report as tables of text, for the terminal, the page and the console."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rankscope.analysis.fleet.hardware import Evidence, Suspect
 from rankscope.analysis.fleet.packing import PackingGroup
@@ -12,7 +12,29 @@ from rankscope.analysis.fleet.report import FleetReport, LowMfu, Usage
 from rankscope.analysis.quantities import NOT_MEASURED, count, quantity, shorten
 
 NAME_CHARACTERS = 48
+MAX_ROWS_OF_PAGE = 30
+MAX_GROUPS = 10  # of repetitive runs whose ways to pack are shown
 _BAR_CHARACTERS = 30
+# By column; docs/report.md has more.
+DEFINITIONS = {
+    "lost GPU-hours": "The impact of findings times ranks and time",
+    "share of losses": "Of all GPU-hours that findings cost",
+    "runs": "Runs that were seen in this time",
+    "used GPU-hours": "Time in which ranks with a known GPU report; a GPU counts once, however many ranks share it",
+    "lost": "GPU-hours that findings cost: their impact times ranks and time",
+    "lost share": "Lost by used GPU-hours",
+    "utilization": "Share of the time in which any kernel ran, as the driver says",
+    "GPU-hours": "Time in which ranks with a known GPU report",
+    "share": "Of the GPU-hours with a known utilization",
+    "culprit of": "Runs in which verdicts blame its device for half an hour or longer, of all runs on the node",
+    "other nodes": "The same share of the other nodes",
+    "GPU-hours named": "Time in which verdicts name its devices",
+    "MFU": "Model FLOPs utilisation, mean over the GPU-hours",
+    "target": "The MFU below which low_mfu is raised",
+    "shortfall": "GPU-hours that the same work would not need at the target",
+    "memory": "Of the run that needs most, of the device",
+    "saves GPU-hours": "If all runs are packed and take no longer: an upper bound",
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +49,15 @@ class ReportTable:
     empty: str = ""  # in place of a table without rows
 
 
+def shortened(table: ReportTable, rows: int) -> ReportTable:
+    """With so many rows at most, and a sentence about the others."""
+    cut = len(table.rows) - rows
+    if cut <= 0:
+        return table
+    rest = f"The first {rows}; rankscope report fleet --json has {cut} more."
+    return replace(table, rows=table.rows[:rows], said=(*table.said[:rows], rest))
+
+
 def headline(report: FleetReport) -> str:
     runs, nodes = count(report.runs, "run"), count(report.nodes, "node")
     share = f" ({_percent(report.lost_ratio)})" if report.lost_ratio is not None else ""
@@ -35,12 +66,19 @@ def headline(report: FleetReport) -> str:
 
 
 def span(report: FleetReport) -> str:
-    begin, end = (time.gmtime(moment) for moment in (report.begin_unix_seconds, report.end_unix_seconds))
-    return f"{time.strftime('%Y-%m-%d %H:%M', begin)} to {time.strftime('%Y-%m-%d %H:%M', end)} UTC"
+    return f"{_minute(report.begin_unix_seconds)} to {moment(report.end_unix_seconds)}"
+
+
+def moment(unix_seconds: float) -> str:
+    return f"{_minute(unix_seconds)} UTC"
+
+
+def _minute(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix_seconds))
 
 
 def notes(report: FleetReport) -> list[str]:
-    found = [f"incomplete: {problem}" for problem in report.problems]
+    found = [*report.remarks, *(f"incomplete: {problem}" for problem in report.problems)]
     if report.rank_hours_without_gpu > 0:
         hours = _hours(report.rank_hours_without_gpu)
         found.append(f"{hours} rank-hours have no known GPU, or several, and are not counted")
@@ -164,7 +202,7 @@ def _packing(groups: Sequence[PackingGroup]) -> Iterator[ReportTable]:
     columns = ("command", "user", "image", "runs", "GPU-hours", "utilization", "memory")
     title, empty = "Repetitive runs on one GPU that use it little", "None."
     yield ReportTable(title, columns, rows, ("command", "user", "image", "memory"), empty=empty)
-    for group in groups:
+    for group in groups[:MAX_GROUPS]:
         options = [(option.way, option.detail, _hours(option.saved_gpu_hours)) for option in group.options]
         said = tuple(f"{option.way}: if {option.assumption}" for option in group.options)
         who = f"{shorten(group.command, NAME_CHARACTERS)}{f' of {group.user}' if group.user else ''}"
