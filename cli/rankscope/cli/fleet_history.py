@@ -28,9 +28,9 @@ from rankscope.analysis.fleet.facts import (
     RunKey,
 )
 from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.prometheus_source import NO_SERIES, explained
 from rankscope.common.http_client import REQUEST_FAILURES
-from rankscope.common.text import one_line
-from rankscope.operator.prometheus_api import PrometheusApi, QueryError, quoted
+from rankscope.operator.prometheus_api import PrometheusApi, QueryError, may_answer_less, quoted, reason
 
 HOUR_SECONDS: Final = 3600
 PAGE_SECONDS: Final = 24 * HOUR_SECONDS
@@ -43,7 +43,6 @@ RATE_SECONDS: Final = 900
 QUERY_SECONDS: Final = 60.0
 MAX_ANSWER_BYTES: Final = 32 << 20
 MAX_ROWS: Final = 400_000  # of one question, over all pages
-MAX_REASON_CHARACTERS: Final = 160
 MAX_PROBLEMS: Final = 20
 QUERIES_AT_ONCE: Final = 4
 GPUS_PER_PAGE: Final = 200
@@ -186,8 +185,7 @@ def read_facts(
     reader = _Reader(api, step, progress)
     reader.read(begin, end)
     if not any(reader.rows[name] for name in ("used", "info", "without_gpu")) and not reader.problems:
-        hint = "see that it scrapes daemons and operator (docs/metrics.md#scraping), or ask for a longer --since"
-        raise CommandError(f"it has no series of Rankscope in this time; next step: {hint}", Exit.NOT_FOUND)
+        raise CommandError(NO_SERIES, Exit.NOT_FOUND)
     return reader.facts(begin, end)
 
 
@@ -226,13 +224,8 @@ class _Reader:
         """Raises CommandError if no page would be answered."""
         try:
             self._api.query("vector(1)", page.end)
-        except QueryError as error:
-            is_refused = error.status in (401, 403)
-            step = "pass --token-file or --tenant" if is_refused else "see that --prometheus is the address of its API"
-            raise CommandError(f"{error}; next step: {step}", Exit.REFUSED if is_refused else Exit.USAGE) from error
-        except REQUEST_FAILURES as error:
-            step = "see that it runs and that this machine reaches it"
-            raise CommandError(f"{_reason(error)}; next step: {step}", Exit.UNREACHABLE) from error
+        except (QueryError, *REQUEST_FAILURES) as error:
+            raise explained(error) from error
 
     def _answer(self, page: Page) -> Rows:
         question = ASKED[page.question]
@@ -260,11 +253,9 @@ class _Reader:
         try:
             found = answered.result()
         except (*REQUEST_FAILURES, QueryError) as error:
-            # A server that refuses a query, or is gone, is not asked for half of it.
-            may_split = not isinstance(error, ConnectionError) and getattr(error, "status", 503) not in (400, 401, 403)
-            if may_split and page.end - page.begin >= 2 * max(MIN_PAGE_SECONDS, self._step_seconds):
+            if may_answer_less(error) and page.end - page.begin >= 2 * max(MIN_PAGE_SECONDS, self._step_seconds):
                 return page.halves(self._step_seconds)
-            self._miss(page, _reason(error))
+            self._miss(page, reason(error))
             return ()
         rows, is_most = self.rows[page.question], ASKED[page.question].over == "max"
         for key, value in found.items():
@@ -348,10 +339,6 @@ def _program(infos: Rows) -> Program:
 def _literal(text: str) -> str:
     """As part of a regular expression of Go."""
     return re.sub(r"([^\w\s-])", r"\\\1", text, flags=re.ASCII) if text.isascii() else "-"
-
-
-def _reason(error: Exception) -> str:
-    return one_line(str(error) or type(error).__name__, MAX_REASON_CHARACTERS)
 
 
 def _moment(unix_seconds: float) -> str:

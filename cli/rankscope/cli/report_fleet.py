@@ -16,14 +16,14 @@ from rankscope.analysis.fleet.report import FleetReport, make_report
 from rankscope.analysis.plots.charts import bars
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
-from rankscope.cli.durations import duration_seconds
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.fleet_history import MAX_ANSWER_BYTES, QUERY_SECONDS, read_facts
 from rankscope.cli.fleet_tables import ReportTable, headline, notes, span, tables
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
+from rankscope.cli.prometheus_source import add_source_arguments, since_seconds, source
 from rankscope.cli.terminal import Terminal
-from rankscope.operator.prometheus_api import PrometheusApi, read_token
+from rankscope.operator.prometheus_api import PrometheusApi
 
 _EPILOG = """\
 examples:
@@ -35,7 +35,6 @@ The address is that of a Prometheus that scrapes Rankscope, or of Thanos' or Mim
 What the tables mean: docs/report.md.
 """
 _EXAMPLE = "rankscope report fleet --prometheus http://prometheus:9090"
-MAX_SECONDS = 92 * 86400.0
 MAX_ROWS_SHOWN = 10
 MAX_ROWS_OF_PAGE = 30
 
@@ -43,21 +42,15 @@ MAX_ROWS_OF_PAGE = 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("--since", default="7d", metavar="TIME", help="the last so long, as in 24h, 7d (default), 30d")
-    parser.add_argument("--prometheus", default="", metavar="URL", help="address of Prometheus, Thanos or Mimir")
-    parser.add_argument("--tenant", default="", help="tenant to ask for (header X-Scope-OrgID), for Mimir")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="file with a bearer token to send")
+    add_source_arguments(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    seconds = duration_seconds("--since", arguments.since)
-    if seconds > MAX_SECONDS:
-        raise CommandError(f"--since {arguments.since}: at most {MAX_SECONDS / 86400:.0f}d")
-    if not arguments.prometheus:
-        raise CommandError(f"--prometheus is missing: the history of the fleet is there; next step: {_EXAMPLE}")
-    report = make_report(_read(arguments, seconds))
+    seconds = since_seconds(arguments)
+    api = source(arguments, _EXAMPLE, QUERY_SECONDS, MAX_ANSWER_BYTES)
+    report = make_report(_read(api, arguments.prometheus, seconds))
     if arguments.html is not None:
         try:
             write_output(arguments.html, make_page(report))
@@ -71,35 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     return Exit.UNDECIDED if report.problems else Exit.OK
 
 
-def _read(arguments: argparse.Namespace, seconds: float) -> FleetFacts:
-    if arguments.token_file is not None:
-        try:
-            read_token(arguments.token_file)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise CommandError(f"--token-file {arguments.token_file}: {reason}") from error
-    try:
-        api = PrometheusApi(
-            arguments.prometheus,
-            QUERY_SECONDS,
-            MAX_ANSWER_BYTES,
-            tenant=_tenant(arguments.tenant),
-            token_file=arguments.token_file,
-        )
-    except ValueError as error:
-        raise CommandError(f"--prometheus {arguments.prometheus[:80]}: {error}") from error
+def _read(api: PrometheusApi, url: str, seconds: float) -> FleetFacts:
     try:
         return read_facts(api, seconds, time.time(), _show_progress)
     except CommandError as error:
-        raise CommandError(f"{arguments.prometheus}: {error}", error.status) from error
+        raise CommandError(f"{url}: {error}", error.status) from error
     finally:
         overwrite("")
-
-
-def _tenant(text: str) -> str:
-    if not (text.isascii() and text.isprintable() and len(text) <= 256):
-        raise CommandError(f"--tenant {text[:40]!r}: must be at most 256 printable ASCII characters")
-    return text
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -17,6 +17,7 @@ from rankscope.common.text import one_line
 
 MAX_TOKEN_BYTES: Final = 8192
 MAX_REASON_CHARACTERS: Final = 300
+MAX_FAILURE_CHARACTERS: Final = 160
 _TOKEN: Final = re.compile(rb"[\x21-\x7e]{1,8192}")
 
 
@@ -101,6 +102,16 @@ def read_token(path: Path) -> str:
     if _TOKEN.fullmatch(token) is None:
         raise ValueError("it holds no token; write one line of printable characters without spaces")
     return token.decode("ascii")
+
+
+def may_answer_less(error: Exception) -> bool:
+    """Whether a query that failed may be answered for half of its time. A server that refuses a query, or is gone, is
+    not asked again."""
+    return not isinstance(error, ConnectionError) and getattr(error, "status", 503) not in (400, 401, 403)
+
+
+def reason(error: Exception) -> str:
+    return one_line(str(error) or type(error).__name__, MAX_FAILURE_CHARACTERS)
 
 
 def _read(answer: HTTPResponse) -> list[Series]:
