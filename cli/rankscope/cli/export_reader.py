@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +25,7 @@ PAGE_SECONDS: Final = 6 * 3600
 MIN_SLOW_SECONDS: Final = 3600
 QUERY_SECONDS: Final = 60.0
 MAX_ANSWER_BYTES: Final = 8 << 20
-MAX_PAGE_CELLS: Final = 400_000  # series times steps
+MAX_PAGE_CELLS: Final = 200_000  # series times steps
 QUERIES_AT_ONCE: Final = 4
 RETRY_SECONDS: Final = 1.0
 
@@ -80,20 +80,21 @@ class Reader:
 
     def read(self, table: Table, begin: int, end: int) -> Iterator[Page]:
         """The steps from `begin` on and before `end`. Raises CommandError if the server is gone or refuses."""
+        found: dict[Key, Numbers] | None = None
         try:
             found = self._rows(table, begin, end)
         except _TooManyRowsError:
-            if end - begin > self._step:
-                for half in self._halves(begin, end):
-                    yield from self.read(table, *half)
-            else:
-                self._miss(table, "", begin, end, f"there are more than {MAX_PAGE_CELLS:,} rows at a time")
-            return
+            pass  # the halves are asked below: while it is handled, an exception holds the answer in memory
         except _FAILURES as error:
             self._miss(table, "", begin, end, self._reason(error))
             return
         if found:
             yield self._page(table, found, begin, end)
+        elif found is None and end - begin > self._step:
+            for half in self._halves(begin, end):
+                yield from self.read(table, *half)
+        elif found is None:
+            self._miss(table, "", begin, end, f"there are more than {MAX_PAGE_CELLS:,} rows at a time")
 
     def _page(self, table: Table, found: dict[Key, Numbers], begin: int, end: int) -> Page:
         labels, own = list(found), np.stack(list(found.values()))
@@ -101,31 +102,25 @@ class Reader:
         values = {column.name: own[series, steps] for column in table.of(Source.VALUE)}
         at = [table.labels.index(label) for label in table.key]
         keys = [tuple(row[place] for place in at) for row in labels]
-        wanted = frozenset(keys)
+
+        def measured(column: Column) -> Numbers:
+            answered = self._series(table.query(column, self._step), begin, end)
+            found = self._grid(table.key, answered, begin, end, frozenset(keys))
+            nothing = np.full(own.shape[1], np.nan)
+            return np.stack([found.get(key, nothing) for key in keys])[series, steps]
+
         with ThreadPoolExecutor(QUERIES_AT_ONCE) as pool:
-            asked: dict[Column, Future[dict[Key, Numbers]]] = {
-                column: pool.submit(self._column, table, column, wanted, begin, end)
-                for column in table.of(Source.QUERY)
-            }
+            asked = {column: pool.submit(measured, column) for column in table.of(Source.QUERY)}
             for column, future in asked.items():
-                measured: dict[Key, Numbers] = {}
                 try:
-                    measured = future.result()
+                    values[column.name] = future.result()
                 except _FAILURES as error:
                     self._miss(table, column.name, begin, end, self._reason(error))
-                nothing = np.full(own.shape[1], np.nan)
-                whole = np.stack([measured.get(key, nothing) for key in keys])
-                values[column.name] = whole[series, steps]
+                    values[column.name] = np.full(len(series), np.nan)
         return Page(labels, series, begin + steps * self._step, values)
 
     def _rows(self, table: Table, begin: int, end: int) -> dict[Key, Numbers]:
         return self._grid(table.labels, self._series(table.query(None, self._step), begin, end), begin, end)
-
-    def _column(
-        self, table: Table, column: Column, wanted: Collection[Key], begin: int, end: int
-    ) -> dict[Key, Numbers]:
-        answered = self._series(table.query(column, self._step), begin, end)
-        return self._grid(table.key, answered, begin, end, wanted)
 
     def _grid(
         self,
