@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import FleetReport, make_report
@@ -22,14 +23,18 @@ from rankscope.cli.fleet_tables import ReportTable, headline, notes, span, table
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
 from rankscope.cli.prometheus_source import add_source_arguments, since_seconds, source
-from rankscope.cli.terminal import Terminal
+from rankscope.common import object_store
 from rankscope.operator.prometheus_api import PrometheusApi
+
+if TYPE_CHECKING:
+    from rankscope.cli.terminal import Terminal
 
 _EPILOG = """\
 examples:
   rankscope report fleet --prometheus http://prometheus:9090               the last week
   rankscope report fleet --prometheus http://prometheus:9090 --since 24h --html fleet.html
   rankscope report fleet --prometheus https://mimir/prometheus --tenant ml --token-file token --json
+  rankscope report fleet --prometheus http://prometheus:9090 --upload s3://bucket/reports
 
 The address is that of a Prometheus that scrapes Rankscope, or of Thanos' or Mimir's query frontend.
 What the tables mean: docs/report.md.
@@ -45,10 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--upload",
+        default="",
+        metavar="URL",
+        help="put fleet-DATE.html and .json there, as in s3://bucket/folder, and print nothing without --json",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     seconds = since_seconds(arguments)
+    if arguments.upload:
+        with _uploading():
+            object_store.check_store(arguments.upload)
     api = source(arguments, _EXAMPLE, QUERY_SECONDS, MAX_ANSWER_BYTES)
     report = make_report(_read(api, arguments.prometheus, seconds))
     if arguments.html is not None:
@@ -57,11 +71,48 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise CommandError(f"{error.filename}: {error.strerror}; name another file with --html") from error
         to_stderr(f"wrote {arguments.html}")
+    if arguments.upload:
+        _upload(report, arguments.upload)
     if arguments.json:
-        to_stdout(json.dumps(to_json(report), allow_nan=False))
-    else:
-        print_report(report)
+        to_stdout(_json(report))
+    elif not arguments.upload:
+        _print(report, has_page=arguments.html is not None)
     return Exit.UNDECIDED if report.problems else Exit.OK
+
+
+def _print(report: FleetReport, *, has_page: bool) -> None:
+    try:
+        print_report(report)
+    except ModuleNotFoundError as error:
+        if not has_page:
+            raise
+        to_stderr(f"only the page is written: this installation has no {error.name}")
+
+
+def _json(report: FleetReport) -> str:
+    return json.dumps(to_json(report), allow_nan=False)
+
+
+def _upload(report: FleetReport, url: str) -> None:
+    """Under the day of UTC at which it ends: a report of the same day is replaced."""
+    name = time.strftime("fleet-%Y-%m-%d", time.gmtime(report.end_unix_seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        for ending, text in ((".html", make_page(report)), (".json", _json(report) + "\n")):
+            path = Path(folder) / f"{name}{ending}"
+            path.write_text(text)
+            target = f"{url.rstrip('/')}/{path.name}"
+            with _uploading():
+                object_store.upload(path, target)
+            to_stderr(f"uploaded {object_store.shown(target)}")
+
+
+@contextmanager
+def _uploading() -> Iterator[None]:
+    try:
+        yield
+    except object_store.UploadError as error:
+        hint = "see that this is the store, and that its credentials are set"
+        raise CommandError(f"--upload {error}; next step: {hint}") from error
 
 
 def _read(api: PrometheusApi, url: str, seconds: float) -> FleetFacts:
@@ -78,6 +129,11 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def print_report(report: FleetReport, console: Terminal | None = None) -> None:
+    # The images, in which a CronJob makes reports, have no rich.
+    from rich.text import Text
+
+    from rankscope.cli.terminal import Terminal
+
     console = console or Terminal(soft_wrap=True)
     console.print(Text(f"{span(report)}: {headline(report)}", style="bold"))
     for note in notes(report):

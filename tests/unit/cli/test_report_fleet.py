@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +143,58 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     with server(of_a_run) as url:
         assert asked(url, "--html", str(tmp_path / "none" / "fleet.html")) == Exit.USAGE
     assert "name another file with --html" in capsys.readouterr().err
+
+
+@pytest.fixture
+def without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the images."""
+    for name in [name for name in sys.modules if name.startswith("rich.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("rankscope.cli.report_fleet", "rankscope.cli.terminal"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+
+
+@pytest.mark.usefixtures("without_rich")
+def test_pages_json_and_uploads_need_no_rich(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with server(of_a_run) as url:
+        assert asked(url, "--json") == Exit.OK
+        assert json.loads(capsys.readouterr().out)["runs"] == 1
+        assert asked(url, "--html", str(tmp_path / "fleet.html")) == Exit.OK
+        assert asked(url, "--upload", f"file://{tmp_path}/store") == Exit.OK
+        assert asked(url) == Exit.USAGE
+    assert "needs the cli extra" in capsys.readouterr().err
+    assert (tmp_path / "fleet.html").read_text().startswith("<!doctype html>")
+
+
+def test_an_upload_puts_page_and_json_in_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with server(of_a_run) as url:
+        assert asked(url, "--upload", f"file://{tmp_path}/store/") == Exit.OK
+        assert asked(url, "--upload", f"file://{tmp_path}/store") == Exit.OK
+    captured = capsys.readouterr()
+    page, document = sorted((tmp_path / "store").iterdir(), key=lambda path: path.suffix)
+    assert captured.out == "" and f"uploaded file://{page}" in captured.err
+    assert page.stem == document.stem and re.fullmatch(r"fleet-\d{4}-\d\d-\d\d", page.stem)
+    assert (page.suffix, document.suffix) == (".html", ".json")
+    assert json.loads(document.read_text())["runs"] == 1
+    assert "&lt;script&gt;" in page.read_text()
+
+
+@pytest.mark.parametrize("url", ["reports", "unheardof://bucket"])
+def test_a_store_that_is_none_is_said_before_asking(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, dict[str, str]]] = []
+    with server(of_a_run, seen) as prometheus:
+        assert asked(prometheus, "--upload", url) == Exit.USAGE
+    assert not seen and "next step" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_written_hides_its_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with server(of_a_run) as url:
+        assert asked(url, "--upload", f"file://{tmp_path}/file/store") == Exit.USAGE
+        assert asked(url, "--upload", "unheardof://ada:s3cret@bucket/folder") == Exit.USAGE
+    errors = capsys.readouterr().err
+    assert "--upload" in errors and "s3cret" not in errors
 
 
 @pytest.mark.parametrize("name", fleet_history.ASKED)
