@@ -31,9 +31,16 @@ def exported(prometheus: Prometheus, folder: Path, *options: str) -> int:
     return main(["export", "--prometheus", prometheus.url, "--since", "2d", "-o", str(folder), *options])
 
 
-def test_an_export_has_each_row_once(day: tuple[Fleet, Prometheus], tmp_path: Path) -> None:
-    assert exported(day[1], tmp_path) == Exit.OK
-    check_export(*day, tmp_path)
+@pytest.fixture(scope="module")
+def folder(day: tuple[Fleet, Prometheus], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With all tables of the day."""
+    made = tmp_path_factory.mktemp("export")
+    assert exported(day[1], made) == Exit.OK
+    return made
+
+
+def test_an_export_has_each_row_once(day: tuple[Fleet, Prometheus], folder: Path) -> None:
+    check_export(*day, folder)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +53,9 @@ def test_an_export_has_each_row_once(day: tuple[Fleet, Prometheus], tmp_path: Pa
     ],
 )
 def test_values_are_those_that_prometheus_gives(
-    day: tuple[Fleet, Prometheus],
-    name: str,
-    column: str,
-    promql: str,
-    labels: tuple[str, ...],
-    tmp_path: Path,
+    day: tuple[Fleet, Prometheus], folder: Path, name: str, column: str, promql: str, labels: tuple[str, ...]
 ) -> None:
     fleet, prometheus = day
-    assert exported(prometheus, tmp_path, "--tables", name) == Exit.OK
     api = PrometheusApi(prometheus.url, 60.0, 64 << 20)
     truth = {}
     for one in api.query_range(promql, fleet.begin, fleet.end, 300):
@@ -62,7 +63,7 @@ def test_values_are_those_that_prometheus_gives(
         truth |= {(*key, moment): float(text) for moment, text in one.values}
     found = {
         (*(str(row[label]) for label in labels), row["time"].timestamp()): row[column]
-        for row in rows(tmp_path, name)
+        for row in rows(folder, name)
         if row[column] is not None
     }
     assert found == truth and len(truth) > 500
