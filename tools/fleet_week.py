@@ -71,6 +71,11 @@ class Run:
         spans = ((max(0.0, min(moment, e.end) - e.begin), e) for e in self.episodes if e.kind == kind)
         return sum(span * episode.impact_ratio * ranks for span, episode in spans)
 
+    def finding(self, moment: float) -> Episode | None:
+        """The costliest that stands."""
+        standing = [episode for episode in self.episodes if episode.begin <= moment < episode.end]
+        return max(standing, key=lambda episode: episode.impact_ratio, default=None)
+
     def ranks_on(self, node: int, gpu: int | None = None) -> tuple[int, ...]:
         return tuple(rank for rank, at in enumerate(self.gpus) if at[0] == node and gpu in (None, at[1]))
 
@@ -247,9 +252,12 @@ def _lines(fleet: Fleet, begin: int, end: int) -> Iterator[str]:
     yield from _gpu_lines(fleet, runs, moments, chance)
     for family, lines in (
         ("rankscope_rank_info", _rank_info(runs, moments)),
+        ("rankscope_rank_step_seconds", _steps(runs, moments)),
         ("rankscope_job_info", _job_info(runs, moments)),
         ("rankscope_job_mfu_ratio", _mfu(runs, moments, chance)),
         ("rankscope_job_mfu_target_ratio", _target(runs, moments)),
+        ("rankscope_job_verdict", _verdicts(runs, moments)),
+        ("rankscope_job_impact_ratio", _impacts(runs, moments)),
         ("rankscope_job_culprit", _culprits(runs, moments)),
     ):
         yield f"# TYPE {family} gauge\n"
@@ -289,6 +297,11 @@ def _gpu_lines(fleet: Fleet, runs: Sequence[Run], moments: Sequence[int], chance
         yield _series(prefix, moments, [1] * len(moments))
 
 
+def step_seconds(run: Run, moment: float) -> float:
+    standing = run.finding(moment)
+    return 0.5 / (1.0 - min(0.9, standing.impact_ratio if standing else 0.0))
+
+
 def _active(runs: Iterable[Run], moment: float) -> Run | None:
     return next((run for run in runs if run.begin <= moment < run.end), None)
 
@@ -308,6 +321,14 @@ def _rank_info(runs: Iterable[Run], moments: Sequence[int]) -> Iterator[str]:
             labels = f'{run.labels},rank="{rank}",node="{node_name(place[0])}",gpu="{gpu_name(*place)}"'
             prefix = f'rankscope_rank_info{{{labels},world_size="{len(run.gpus)}",pid="{4000 + rank}"}}'
             yield _series(prefix, during, [1] * len(during))
+
+
+def _steps(runs: Iterable[Run], moments: Sequence[int]) -> Iterator[str]:
+    for run in runs:
+        during = _during(run, moments)
+        values = [step_seconds(run, moment) for moment in during]
+        for rank in range(len(run.gpus)):
+            yield _series(f'rankscope_rank_step_seconds{{{run.labels},rank="{rank}",stat="p50"}}', during, values)
 
 
 def _job_info(runs: Iterable[Run], moments: Sequence[int]) -> Iterator[str]:
@@ -332,6 +353,24 @@ def _target(runs: Iterable[Run], moments: Sequence[int]) -> Iterator[str]:
             during = _during(run, moments)
             values = [run.target_ratio] * len(during)
             yield _series(f"rankscope_job_mfu_target_ratio{{{run.labels}}}", during, values)
+
+
+def _verdicts(runs: Iterable[Run], moments: Sequence[int]) -> Iterator[str]:
+    for run in runs:
+        by_kind: dict[str, list[int]] = {}
+        for moment in _during(run, moments):
+            standing = run.finding(moment)
+            by_kind.setdefault("healthy" if standing is None else standing.kind, []).append(moment)
+        for kind, during in by_kind.items():
+            cause = f'verdict="{kind}",severity="{"none" if kind == "healthy" else "warning"}",confidence="high"'
+            yield _series(f"rankscope_job_verdict{{{run.labels},{cause}}}", during, [1] * len(during))
+
+
+def _impacts(runs: Iterable[Run], moments: Sequence[int]) -> Iterator[str]:
+    for run in runs:
+        found = [(moment, standing) for moment in _during(run, moments) if (standing := run.finding(moment))]
+        values = [standing.impact_ratio for _, standing in found]
+        yield _series(f"rankscope_job_impact_ratio{{{run.labels}}}", [moment for moment, _ in found], values)
 
 
 def _culprits(runs: Iterable[Run], moments: Sequence[int]) -> Iterator[str]:

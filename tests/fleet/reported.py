@@ -35,10 +35,14 @@ class Reported:
 
 
 def report(url: str, *options: str) -> Reported:
-    """Its memory is the kernel's count for the process."""
+    return ran("report", "fleet", "--prometheus", url, *options)
+
+
+def ran(*words: str) -> Reported:
+    """A command. Its memory is the kernel's count for the process."""
     began = time.monotonic()
     with subprocess.Popen(
-        [*_COMMAND, "report", "fleet", "--prometheus", url, *options],
+        [*_COMMAND, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

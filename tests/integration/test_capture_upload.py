@@ -1,9 +1,11 @@
-"""Captures go to a real S3 API, which is down at first."""
+"""Captures and fleet reports go to a real S3 API, which is down at first."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 import boto3
 import pytest
 
+from rankscope.cli.exit_codes import Exit
 from rankscope.daemon.captures.orders import Recording
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import Delivered
@@ -24,6 +27,7 @@ from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.free_ports import free_port
+from tests.support.prometheus_server import prometheus_server
 from tests.support.waiting import wait_until
 from tests.unit.analysis.traces.step_files import StepFile
 
@@ -212,3 +216,32 @@ def test_artifacts_reach_a_shared_folder(tmp_path: Path) -> None:
     for rank, one in delivered.items():
         assert one.uri == f"file://{tmp_path}/shared/train-7b/{ID}/rank{rank}.json.gz"
         assert Path(one.uri.removeprefix("file://")).stat().st_size == one.size_bytes
+
+
+def _report_fleet(prometheus: str, url: str) -> subprocess.CompletedProcess[str]:
+    program = "from rankscope.cli.main import main; import sys; sys.exit(main())"
+    command = [sys.executable, "-c", program, "report", "fleet", "--prometheus", prometheus, "--since", "1h"]
+    return subprocess.run([*command, "--upload", url], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+def test_a_fleet_report_reaches_a_real_s3_api(tmp_path: Path, s3_environment: pytest.MonkeyPatch) -> None:
+    def answer(form: dict[str, str], _: dict[str, str]) -> tuple[int, object]:
+        info = {"metric": {"run": "train-7b", "world_size": "2"}, "value": [0, "6"]}
+        result = [info] if "rankscope_job_info" in form["query"] else []
+        return 200, {"status": "success", "data": {"resultType": "vector", "result": result}}
+
+    with _s3(tmp_path) as port, _troubled(port, failures=1) as troubled, prometheus_server(answer) as prometheus:
+        client = _client(port)
+        client.create_bucket(Bucket="reports")
+        s3_environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{troubled.server_port}")
+        done = _report_fleet(prometheus, "s3://reports/weekly/")
+        assert done.returncode == Exit.OK and done.stdout == "", done.stderr
+        keys = sorted(one["Key"] for one in client.list_objects_v2(Bucket="reports")["Contents"])
+        assert [re.sub(r"\d", "0", key) for key in keys] == [
+            "weekly/fleet-0000-00-00.html", "weekly/fleet-0000-00-00.json",
+        ]  # fmt: skip
+        document = json.loads(client.get_object(Bucket="reports", Key=keys[1])["Body"].read())
+        assert document["complete"] and document["runs"] == 1
+        missing = _report_fleet(prometheus, "s3://no-such-bucket/x")
+        assert missing.returncode == Exit.USAGE and "--upload s3://no-such-bucket/x/fleet-" in missing.stderr
+        assert [one["Name"] for one in client.list_buckets()["Buckets"]] == ["reports"]

@@ -100,6 +100,21 @@ COMBINATIONS: dict[str, Values] = {
         "openshift": {"enabled": True},
         "networkPolicy": {"enabled": True},
     },
+    "fleet-report": {
+        "fleetReport": {
+            "enabled": True,
+            "schedule": "30 2 * * *",
+            "since": "30d",
+            "prometheusUrl": "https://mimir.monitoring/prometheus",
+            "tenant": "ml",
+            "tokenSecret": "mimir-token",
+            "uploadUrl": "s3://reports/fleet",
+            "credentialsSecret": "reports-s3",
+            "nodeSelector": {"pool": "cpu"},
+            "tolerations": [{"key": "batch", "operator": "Exists"}],
+        },
+        "networkPolicy": {"enabled": True},
+    },
     "everything": {
         **_MONITORED,
         "metrics": {**_MONITORED["metrics"], "tls": True},

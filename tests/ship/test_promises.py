@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rankscope.cli import daemon, operator, report_captures
+from rankscope.cli import daemon, operator, report_captures, report_fleet
 from rankscope.operator.kube.crds import KINDS, definition
 from rankscope.operator.runs.daemon_streams import SELECTOR, read_daemon_pod
 from rankscope.operator.webhooks.configuration import MADE_BY, Address, configurations
@@ -27,7 +27,7 @@ FILLED = {"$(NODE_NAME)": "node-a", "$(POD_NAME)": "operator-0", "$(HOST_IP)": "
 
 
 def pod_specs(rendered: Rendered) -> Iterator[tuple[str, Document]]:
-    """By component: daemon, operator, capture-report, test."""
+    """By component: daemon, operator, capture-report, fleet-report, test."""
     for document in rendered.documents:
         component = document["metadata"]["labels"]["app.kubernetes.io/component"]
         if document["kind"] in ("DaemonSet", "Deployment"):
@@ -70,6 +70,21 @@ def test_the_programs_understand_every_flag_they_are_started_with(rendered: dict
         assert (parsed.paths, parsed.shards, parsed.shard) == (["/captures"], 16, None)
         assert str(parsed.parts) == "/reports/report-1/parts"
         assert specs["capture-report"]["containers"][0]["command"] == ["rankscope", "report", "captures"]
+
+    if "fleet-report" in specs:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        report_fleet.add_arguments(parser)
+        parsed = parser.parse_args(arguments(specs["fleet-report"]))
+        assert (parsed.prometheus, parsed.since) == ("https://mimir.monitoring/prometheus", "30d")
+        assert (parsed.upload, parsed.tenant, str(parsed.token_file)) == (
+            "s3://reports/fleet",
+            "ml",
+            "/etc/rankscope/token/token",
+        )
+        (container,) = specs["fleet-report"]["containers"]
+        assert container["command"] == ["rankscope", "report", "fleet"]
+        assert container["envFrom"] == [{"secretRef": {"name": "reports-s3"}}]
+        assert "rankscope-daemon-s3" in container["image"]
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)

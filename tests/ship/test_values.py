@@ -62,6 +62,7 @@ def test_conflicting_values_are_refused_with_the_next_step(helm: Helm) -> None:
             "operator": {"enabled": False, "console": {"enabled": True, "port": 9468, "proxy": {"name": "login"}}},
             "alerts": {"enabled": True},
             "captureReport": {"enabled": True, "capturesClaim": "captures"},
+            "fleetReport": {"enabled": True, "uploadUrl": "s3://reports/fleet"},
             "api": {"enabled": False},
         },
     )
@@ -69,6 +70,7 @@ def test_conflicting_values_are_refused_with_the_next_step(helm: Helm) -> None:
     for name in (
         *("daemon.dutyCycle.steps", "daemon.gpu.dcgmUrl", "daemon.profilePush.secretName", "alerts.enabled"),
         *("operator.console.enabled", "operator.console.port", "operator.console.proxy", "captureReport.reportsClaim"),
+        "fleetReport.prometheusUrl",
     ):
         assert name in told, told
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs
+
+from tests.support.prometheus_server import prometheus_server
 
 HOSTILE = "x\x1b[31m<script>alert(1)</script>"
 Answer = Callable[[str], tuple[int, object]]  # status and document, by query
@@ -15,27 +13,13 @@ Answer = Callable[[str], tuple[int, object]]  # status and document, by query
 
 @contextmanager
 def server(answer: Answer, seen: list[tuple[str, dict[str, str]]] | None = None) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-            if seen is not None:
-                seen.append((form["query"][0], dict(self.headers.items())))
-            status, document = answer(form["query"][0])
-            body = document if isinstance(document, bytes) else json.dumps(document).encode()
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
+    def answered(form: dict[str, str], headers: dict[str, str]) -> tuple[int, object]:
+        if seen is not None:
+            seen.append((form["query"], headers))
+        return answer(form["query"])
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=served.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{served.server_address[1]}"
-    finally:
-        served.shutdown()
-        served.server_close()
+    with prometheus_server(answered) as url:
+        yield url
 
 
 def series(*rows: tuple[dict[str, str], float]) -> tuple[int, object]:

@@ -79,13 +79,27 @@ for words in {commands!r}:
 """
 
 
-@pytest.mark.parametrize("extra", sorted({command.extra for command in SUBCOMMANDS}))
-def test_commands_start_with_the_packages_of_their_extra(extra: str) -> None:
-    there = installed({f"[{extra}]"}) | {PROJECT["name"]}
+def start(commands: list[str], there: set[str]) -> str:
+    """With no distributions but these; what the commands' help says."""
     modules = importlib.metadata.packages_distributions()
     refused = {name for name, owners in modules.items() if not {canonicalize_name(each) for each in owners} & there}
-    commands = [words for command in SUBCOMMANDS if command.extra == extra for words in command.modules]
     program = REFUSING.format(names=refused, commands=commands)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr or done.stdout
-    assert re.findall(r"^usage: rankscope ([a-z -]+?) \[", done.stdout, re.MULTILINE) == commands
+    return done.stdout
+
+
+@pytest.mark.parametrize("extra", sorted({command.extra for command in SUBCOMMANDS}))
+def test_commands_start_with_the_packages_of_their_extra(extra: str) -> None:
+    commands = [words for command in SUBCOMMANDS if command.extra == extra for words in command.modules]
+    told = start(commands, installed({f"[{extra}]"}) | {PROJECT["name"]})
+    assert re.findall(r"^usage: rankscope ([a-z -]+?) \[", told, re.MULTILINE) == commands
+
+
+@pytest.mark.parametrize(
+    ("locks", "command"), [(("operator",), "report captures"), (("daemon", "daemon-s3"), "report fleet")]
+)
+def test_reports_start_in_the_image_of_their_cronjob(locks: tuple[str, ...], command: str) -> None:
+    texts = [(ROOT / "deploy" / "docker" / f"{name}.lock").read_text() for name in locks]
+    there = {name for text in texts for name in re.findall(r"^([a-z0-9-]+)==", text, re.MULTILINE)}
+    assert "--json" in start([command], there | {PROJECT["name"]})

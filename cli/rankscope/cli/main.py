@@ -63,6 +63,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
     Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
     Subcommand("report", "report on a whole fleet or on many captures", "cli", _REPORTED),
+    Subcommand("export", "write the history of a fleet to Parquet files", "export"),
     Subcommand("completion", "print the completion script of a shell", "cli"),
     Subcommand("demo", "run a real job with a fault and find it", "demo"),
 )

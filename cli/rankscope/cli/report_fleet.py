@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import FleetReport, make_report
@@ -18,19 +19,23 @@ from rankscope.analysis.plots.charts import bars
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.durations import duration_seconds
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
 from rankscope.cli.output_file import write_output
-from rankscope.cli.terminal import Terminal
-from rankscope.operator.fleet_history import MAX_ANSWER_BYTES, QUERY_SECONDS, Failure, HistoryError, read_facts
-from rankscope.operator.prometheus_api import PrometheusApi, read_token
+from rankscope.cli.prometheus_source import add_source_arguments, explained, since_seconds, source
+from rankscope.common import object_store
+from rankscope.operator.fleet_history import MAX_ANSWER_BYTES, QUERY_SECONDS, HistoryError, read_facts
+from rankscope.operator.prometheus_api import PrometheusApi
+
+if TYPE_CHECKING:
+    from rankscope.cli.terminal import Terminal
 
 _EPILOG = """\
 examples:
   rankscope report fleet --prometheus http://prometheus:9090               the last week
   rankscope report fleet --prometheus http://prometheus:9090 --since 24h --html fleet.html
   rankscope report fleet --prometheus https://mimir/prometheus --tenant ml --token-file token --json
+  rankscope report fleet --prometheus http://prometheus:9090 --upload s3://bucket/reports
   rankscope report fleet --context prod --since 24h      made by an operator, a correlator or `rankscope up`
 
 The address is that of a Prometheus that scrapes Rankscope, or of Thanos' or Mimir's query frontend.
@@ -38,74 +43,91 @@ Without --prometheus, the server makes the report from the Prometheus that it kn
 it has seen since it started. What the tables mean: docs/report.md.
 """
 _EXAMPLE = "rankscope report fleet --prometheus http://prometheus:9090"
-MAX_SECONDS = 92 * 86400.0
 MAX_ROWS_SHOWN = 10
 ASK_SECONDS = 1.0
-_FAILURES = {
-    Failure.UNREACHABLE: (Exit.UNREACHABLE, "see that it runs and that this machine reaches it"),
-    Failure.REFUSED: (Exit.REFUSED, "pass --token-file or --tenant"),
-    Failure.NO_API: (Exit.USAGE, "see that --prometheus is the address of its API"),
-    Failure.EMPTY: (
-        Exit.NOT_FOUND,
-        "see that it scrapes daemons and operator (docs/metrics.md#scraping), or ask for a longer --since",
-    ),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("--since", default="7d", metavar="TIME", help="the last so long, as in 24h, 7d (default), 30d")
-    parser.add_argument("--prometheus", default="", metavar="URL", help="address of Prometheus, Thanos or Mimir")
-    parser.add_argument("--tenant", default="", help="tenant to ask for (header X-Scope-OrgID), for Mimir")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="file with a bearer token to send")
+    add_source_arguments(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--upload",
+        default="",
+        metavar="URL",
+        help="put fleet-DATE.html and .json there, as in s3://bucket/folder, and print nothing without --json",
+    )
     add_connection_arguments(parser, has_token_file=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    seconds = duration_seconds("--since", arguments.since)
-    if seconds > MAX_SECONDS:
-        raise CommandError(f"--since {arguments.since}: at most {MAX_SECONDS / 86400:.0f}d")
+    seconds = since_seconds(arguments)
     if arguments.prometheus and (arguments.connect or arguments.context):
         raise CommandError("--prometheus and --connect or --context are two sources: name one")
-    report = make_report(_read(arguments, seconds)) if arguments.prometheus else _ask_server(arguments, seconds)
+    if arguments.upload:
+        with _uploading():
+            object_store.check_store(arguments.upload)
+    if arguments.prometheus:
+        report = make_report(_read(source(arguments, _EXAMPLE, QUERY_SECONDS, MAX_ANSWER_BYTES), arguments, seconds))
+    else:
+        report = _ask_server(arguments, seconds)
     if arguments.html is not None:
         try:
             write_output(arguments.html, make_page(report))
         except OSError as error:
             raise CommandError(f"{error.filename}: {error.strerror}; name another file with --html") from error
         to_stderr(f"wrote {arguments.html}")
+    if arguments.upload:
+        _upload(report, arguments.upload)
     if arguments.json:
-        to_stdout(json.dumps(to_json(report), allow_nan=False))
-    else:
-        print_report(report)
+        to_stdout(_json(report))
+    elif not arguments.upload:
+        _print(report, has_page=arguments.html is not None)
     return Exit.UNDECIDED if report.problems else Exit.OK
 
 
-def _read(arguments: argparse.Namespace, seconds: float) -> FleetFacts:
-    if arguments.token_file is not None:
-        try:
-            read_token(arguments.token_file)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise CommandError(f"--token-file {arguments.token_file}: {reason}") from error
+def _print(report: FleetReport, *, has_page: bool) -> None:
     try:
-        api = PrometheusApi(
-            arguments.prometheus,
-            QUERY_SECONDS,
-            MAX_ANSWER_BYTES,
-            tenant=_tenant(arguments.tenant),
-            token_file=arguments.token_file,
-        )
-    except ValueError as error:
-        raise CommandError(f"--prometheus {arguments.prometheus[:80]}: {error}") from error
+        print_report(report)
+    except ModuleNotFoundError as error:
+        if not has_page:
+            raise
+        to_stderr(f"only the page is written: this installation has no {error.name}")
+
+
+def _json(report: FleetReport) -> str:
+    return json.dumps(to_json(report), allow_nan=False)
+
+
+def _upload(report: FleetReport, url: str) -> None:
+    """Under the day of UTC at which it ends: a report of the same day is replaced."""
+    name = time.strftime("fleet-%Y-%m-%d", time.gmtime(report.end_unix_seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        for ending, text in ((".html", make_page(report)), (".json", _json(report) + "\n")):
+            path = Path(folder) / f"{name}{ending}"
+            path.write_text(text)
+            target = f"{url.rstrip('/')}/{path.name}"
+            with _uploading():
+                object_store.upload(path, target)
+            to_stderr(f"uploaded {object_store.shown(target)}")
+
+
+@contextmanager
+def _uploading() -> Iterator[None]:
+    try:
+        yield
+    except object_store.UploadError as error:
+        hint = "see that this is the store, and that its credentials are set"
+        raise CommandError(f"--upload {error}; next step: {hint}") from error
+
+
+def _read(api: PrometheusApi, arguments: argparse.Namespace, seconds: float) -> FleetFacts:
     try:
         return read_facts(api, seconds, time.time(), _show_progress)
     except HistoryError as error:
-        status, step = _FAILURES[error.failure]
-        raise CommandError(f"{arguments.prometheus}: {error}; next step: {step}", status) from error
+        raise explained(arguments.prometheus, error.failure, str(error)) from error
     finally:
         overwrite("")
 
@@ -145,17 +167,16 @@ def _ask_server(arguments: argparse.Namespace, seconds: float) -> FleetReport:
         overwrite("")
 
 
-def _tenant(text: str) -> str:
-    if not (text.isascii() and text.isprintable() and len(text) <= 256):
-        raise CommandError(f"--tenant {text[:40]!r}: must be at most 256 printable ASCII characters")
-    return text
-
-
 def _show_progress(done: int, total: int) -> None:
     overwrite(f"asking Prometheus: {done} of {total} pages")
 
 
 def print_report(report: FleetReport, console: Terminal | None = None) -> None:
+    # The images, in which a CronJob makes reports, have no rich.
+    from rich.text import Text
+
+    from rankscope.cli.terminal import Terminal
+
     console = console or Terminal(soft_wrap=True)
     console.print(Text(f"{span(report)}: {headline(report)}", style="bold"))
     for note in notes(report):

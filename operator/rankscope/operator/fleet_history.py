@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from queue import SimpleQueue
 from typing import Final
 
@@ -32,8 +31,16 @@ from rankscope.analysis.fleet.facts import (
 )
 from rankscope.analysis.fleet.tables import moment
 from rankscope.common.http_client import REQUEST_FAILURES
-from rankscope.common.text import one_line
-from rankscope.operator.prometheus_api import PrometheusApi, QueryError, quoted
+from rankscope.operator.prometheus_api import (
+    NO_SERIES,
+    Failure,
+    PrometheusApi,
+    QueryError,
+    failure_of,
+    may_answer_less,
+    quoted,
+    reason,
+)
 
 HOUR_SECONDS: Final = 3600
 PAGE_SECONDS: Final = 24 * HOUR_SECONDS
@@ -46,7 +53,6 @@ RATE_SECONDS: Final = 900
 QUERY_SECONDS: Final = 60.0
 MAX_ANSWER_BYTES: Final = 32 << 20
 MAX_ROWS: Final = 400_000
-MAX_REASON_CHARACTERS: Final = 160
 MAX_PROBLEMS: Final = 20
 QUERIES_AT_ONCE: Final = 4
 GPUS_PER_PAGE: Final = 200
@@ -167,13 +173,6 @@ ASKED: Final = QUESTIONS | FOLLOWING
 Rows = dict[tuple[str, ...], float]
 
 
-class Failure(Enum):
-    UNREACHABLE = "unreachable"
-    REFUSED = "refused"
-    NO_API = "no API"  # the address is not one of Prometheus' API
-    EMPTY = "empty"
-
-
 class HistoryError(Exception):
     """There is no report. The text is the reason; the next step depends on who asks."""
 
@@ -209,7 +208,7 @@ def read_facts(
     reader = _Reader(api, step, progress, max_rows)
     reader.read(begin, end)
     if not any(reader.rows[name] for name in ("used", "info", "without_gpu")) and not reader.problems:
-        raise HistoryError(Failure.EMPTY, "it has no series of Rankscope in this time")
+        raise HistoryError(Failure.EMPTY, NO_SERIES)
     return reader.facts(begin, end)
 
 
@@ -250,11 +249,8 @@ class _Reader:
         """Raises HistoryError if no page would be answered."""
         try:
             self._api.query("vector(1)", page.end)
-        except QueryError as error:
-            failure = Failure.REFUSED if error.status in (401, 403) else Failure.NO_API
-            raise HistoryError(failure, str(error)) from error
-        except REQUEST_FAILURES as error:
-            raise HistoryError(Failure.UNREACHABLE, _reason(error)) from error
+        except (QueryError, *REQUEST_FAILURES) as error:
+            raise HistoryError(failure_of(error), reason(error)) from error
 
     def _answer(self, page: Page, answers: SimpleQueue[tuple[Page, Rows | Exception]]) -> None:
         found: Rows | Exception = QueryError("the query failed")
@@ -289,11 +285,9 @@ class _Reader:
     def _take(self, page: Page, found: Rows | Exception) -> tuple[Page, ...]:
         """Smaller pages if the server could not answer this one, or those that follow from its answer."""
         if isinstance(found, Exception):
-            # A server that refuses a query, or is gone, is not asked for half of it.
-            may_split = not isinstance(found, ConnectionError) and getattr(found, "status", 503) not in (400, 401, 403)
-            if may_split and page.end - page.begin >= 2 * max(MIN_PAGE_SECONDS, self._step_seconds):
+            if may_answer_less(found) and page.end - page.begin >= 2 * max(MIN_PAGE_SECONDS, self._step_seconds):
                 return page.halves(self._step_seconds)
-            self._miss(page, _reason(found))
+            self._miss(page, reason(found))
             return ()
         rows, is_most = self.rows[page.question], ASKED[page.question].over == "max"
         for key, value in found.items():
@@ -377,7 +371,3 @@ def _program(infos: Rows) -> Program:
 def _literal(text: str) -> str:
     """As part of a regular expression of Go."""
     return re.sub(r"([^\w\s-])", r"\\\1", text, flags=re.ASCII) if text.isascii() else "-"
-
-
-def _reason(error: Exception) -> str:
-    return one_line(str(error) or type(error).__name__, MAX_REASON_CHARACTERS)

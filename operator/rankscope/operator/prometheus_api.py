@@ -5,6 +5,7 @@ A query has a deadline and a size limit, so that no server can hold the thread o
 from __future__ import annotations
 
 import re
+from enum import Enum
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,8 @@ from rankscope.common.text import one_line
 
 MAX_TOKEN_BYTES: Final = 8192
 MAX_REASON_CHARACTERS: Final = 300
+MAX_FAILURE_CHARACTERS: Final = 160
+NO_SERIES: Final = "it has no series of Rankscope in this time"
 _TOKEN: Final = re.compile(rb"[\x21-\x7e]{1,8192}")
 
 
@@ -26,6 +29,13 @@ class QueryError(Exception):
     def __init__(self, text: str, status: int = 200) -> None:
         super().__init__(text)
         self.status = status
+
+
+class Failure(Enum):
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    NO_API = "no API"  # the address is not one of Prometheus' API
+    EMPTY = "empty"
 
 
 class Series(msgspec.Struct):
@@ -101,6 +111,23 @@ def read_token(path: Path) -> str:
     if _TOKEN.fullmatch(token) is None:
         raise ValueError("it holds no token; write one line of printable characters without spaces")
     return token.decode("ascii")
+
+
+def may_answer_less(error: Exception) -> bool:
+    """Whether a query that failed may be answered for half of its time. A server that refuses a query, or is gone, is
+    not asked again."""
+    return not isinstance(error, ConnectionError) and getattr(error, "status", 503) not in (400, 401, 403)
+
+
+def failure_of(error: Exception) -> Failure:
+    """Of a server that answers no query: its QueryError, or one of REQUEST_FAILURES."""
+    if not isinstance(error, QueryError):
+        return Failure.UNREACHABLE
+    return Failure.REFUSED if error.status in (401, 403) else Failure.NO_API
+
+
+def reason(error: Exception) -> str:
+    return one_line(str(error) or type(error).__name__, MAX_FAILURE_CHARACTERS)
 
 
 def _read(answer: HTTPResponse) -> list[Series]:

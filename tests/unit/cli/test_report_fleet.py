@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -166,6 +169,55 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     with server(of_a_run) as url:
         assert asked(url, "--html", str(tmp_path / "none" / "fleet.html")) == Exit.USAGE
     assert "name another file with --html" in capsys.readouterr().err
+
+
+WITHOUT_RICH = "import sys; sys.modules['rich'] = None; from rankscope.cli.main import main; sys.exit(main())"
+
+
+def test_pages_json_and_uploads_need_no_rich(tmp_path: Path) -> None:
+    """As in the images."""
+
+    def asked_without(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WITHOUT_RICH, "report", "fleet", "--prometheus", url, "--since", "24h"]
+        return subprocess.run([*command, *options], capture_output=True, text=True)
+
+    with server(of_a_run) as url:
+        assert json.loads(asked_without("--json").stdout)["runs"] == 1
+        written = asked_without("--html", str(tmp_path / "fleet.html"), "--upload", f"file://{tmp_path}/store")
+        printed = asked_without()
+    assert written.returncode == Exit.OK
+    assert (tmp_path / "fleet.html").read_text().startswith("<!doctype html>")
+    assert printed.returncode == Exit.USAGE and "needs the cli extra" in printed.stderr
+
+
+def test_an_upload_puts_page_and_json_in_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with server(of_a_run) as url:
+        assert asked(url, "--upload", f"file://{tmp_path}/store/") == Exit.OK
+        assert asked(url, "--upload", f"file://{tmp_path}/store") == Exit.OK
+    captured = capsys.readouterr()
+    page, document = sorted((tmp_path / "store").iterdir(), key=lambda path: path.suffix)
+    assert captured.out == "" and f"uploaded file://{page}" in captured.err
+    assert page.stem == document.stem and re.fullmatch(r"fleet-\d{4}-\d\d-\d\d", page.stem)
+    assert (page.suffix, document.suffix) == (".html", ".json")
+    assert json.loads(document.read_text())["runs"] == 1
+    assert "&lt;script&gt;" in page.read_text()
+
+
+@pytest.mark.parametrize("url", ["reports", "unheardof://bucket"])
+def test_a_store_that_is_none_is_said_before_asking(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, dict[str, str]]] = []
+    with server(of_a_run, seen) as prometheus:
+        assert asked(prometheus, "--upload", url) == Exit.USAGE
+    assert not seen and "next step" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_written_hides_its_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with server(of_a_run) as url:
+        assert asked(url, "--upload", f"file://{tmp_path}/file/store") == Exit.USAGE
+        assert asked(url, "--upload", "unheardof://ada:s3cret@bucket/folder") == Exit.USAGE
+    errors = capsys.readouterr().err
+    assert "--upload" in errors and "s3cret" not in errors
 
 
 @pytest.mark.parametrize("name", fleet_history.ASKED)

@@ -48,6 +48,10 @@
 {{- if and $report.enabled (or (empty $report.capturesClaim) (empty $report.reportsClaim)) }}
 {{- $wrong = append $wrong "captureReport.enabled is true, and a claim is missing: workers read captures from one volume and write reports to another. Next step: set captureReport.capturesClaim and captureReport.reportsClaim" }}
 {{- end }}
+{{- $fleet := .Values.fleetReport }}
+{{- if and $fleet.enabled (or (empty $fleet.prometheusUrl) (empty $fleet.uploadUrl)) }}
+{{- $wrong = append $wrong "fleetReport.enabled is true, and a URL is missing: the report is made from Prometheus and put into a store. Next step: set fleetReport.prometheusUrl and fleetReport.uploadUrl" }}
+{{- end }}
 {{- $push := $daemon.profilePush }}
 {{- if and (or $push.tenant $push.secretName $push.authorityConfigMap) (not $push.url) }}
 {{- $wrong = append $wrong "daemon.profilePush has no url, so nothing is pushed. Next step: set daemon.profilePush.url or leave the other values out" }}

@@ -19,8 +19,8 @@ from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import FleetReport, make_report
 from rankscope.common.text import one_line
 from rankscope.operator.correlation.fleet_usage import FleetUsage
-from rankscope.operator.fleet_history import Failure, HistoryError, read_facts
-from rankscope.operator.prometheus_api import PrometheusApi
+from rankscope.operator.fleet_history import HistoryError, read_facts
+from rankscope.operator.prometheus_api import Failure, PrometheusApi
 from rankscope.v1.job_service_pb2 import GetFleetReportResponse
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rankscope.daemon.captures.processing.upload import ATTEMPTS, UploadError, shown, target_url, upload
+from rankscope.common.object_store import ATTEMPTS, UploadError, check_store, shown, upload
+from rankscope.daemon.captures.processing.upload import target_url
 
 
 class Troubled(MemoryFileSystem):  # type: ignore[misc]
@@ -111,3 +112,12 @@ def test_any_job_name_becomes_one_plain_path_component(job: str) -> None:
 def test_jobs_of_different_names_never_share_a_folder() -> None:
     assert target_url("s3://b", "a/b", "c", "n") != target_url("s3://b", "a_b", "c", "n")
     assert target_url("s3://b", "train-7b", "c", "n") == "s3://b/train-7b/c/n"
+
+
+@pytest.mark.parametrize("url", ["bucket/folder", "", "unheardof://bucket/x", "s3://[", "\x1b[31m"])
+def test_a_place_that_is_no_store_is_found_before_uploading(url: str) -> None:
+    with pytest.raises(UploadError) as caught:
+        check_store(url)
+    assert "\x1b" not in str(caught.value)
+    check_store("troubled://bucket/folder")
+    assert Troubled.attempts == 0

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rankscope.common.object_store import shown
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording, Workspace
 from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing import messages as records
@@ -23,7 +24,6 @@ from rankscope.daemon.captures.processing.upload import (
     Uploaded,
     answer_file,
     order_file,
-    shown,
     target_url,
 )
 from rankscope.daemon.captures.records import DUTY_CYCLE, Delivered, Recorded
