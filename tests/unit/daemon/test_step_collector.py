@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.daemon.steps.collector import WARM_UP_STEPS, StepsCollector
+from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import ring_layout
+from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.daemon.ring_writer import ME, MS, NAN4, Writer, problem_of, sample_of, window
 
 
@@ -72,6 +74,20 @@ def test_ddp_figures_belong_to_the_step_before(writer: Writer, collector: StepsC
     assert len(later.step_seconds) == 1
     assert np.isnan(later.wait_seconds).all()  # not sampled: unknown, not zero
     assert later.steps_lost == 0
+
+
+def test_the_hosts_pace_counts_after_the_first_steps(writer: Writer, collector: StepsCollector) -> None:
+    """A host that needs 4 ms waits for its device until the queue is empty, and fills it again."""
+
+    def run(*milliseconds: float) -> RankWindow:
+        for host in milliseconds:
+            writer.step(50, flags=ring_layout.FLAG_DEVICE, device=(host / 1e3, 0.4, 0.0))
+        return assemble(ME, "node", window(), 1, RankSamples(steps=sample_of(collector)), lambda _: None)
+
+    assert not run(*[50] * WARM_UP_STEPS).HasField("host_quick_seconds")
+    found = run(*[50] * 40, 450, *[4] * 8, *[50] * 10)
+    assert found.host_quick_seconds == pytest.approx(0.004)
+    assert found.host_gained_steps == pytest.approx(7, abs=1)
 
 
 def test_on_a_device_only_sampled_steps_give_the_wait(writer: Writer, collector: StepsCollector) -> None:

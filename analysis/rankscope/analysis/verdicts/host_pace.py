@@ -16,6 +16,8 @@ from rankscope.analysis.stats.robust import Floats, Ints, grouped_max, number_gr
 # A host that got further ahead by so many steps did not wait for its device in as many, and these are its quickest. One
 # that waits in every step, in a full queue or because its loop synchronises, gets ahead by one at most.
 NEEDED_GAIN_STEPS = 3.0
+# Hosts that are as slow as the job have steps below this share of the mean. Those that wait all the time may have none.
+QUICK_SHARE = 0.9
 # A host that is ahead by less than this does not wait for its device, unless its loop synchronises every step.
 NOT_AHEAD_STEPS = 1.1
 # Mean of a host's steps to its quickest ones: 1.2 to 1.35 of hosts that never wait (H200, DDP and local SGD). A rank
@@ -48,4 +50,5 @@ def own_pace(hosts: HostFigures, self_seconds: Floats, job: Ints) -> Floats:
     ratio = grouped_max(np.where(shows, ratio, np.nan), number, count)[number]
     ratio = np.where(np.isnan(ratio), USUAL_RATIO, ratio)
     pace = np.minimum(hosts.quick_seconds * ratio, hosts.step_seconds)
-    return np.where(hosts.gained_steps >= NEEDED_GAIN_STEPS, pace, np.nan)
+    is_own = (hosts.gained_steps >= NEEDED_GAIN_STEPS) & (hosts.quick_seconds < QUICK_SHARE * hosts.step_seconds)
+    return np.where(is_own, pace, np.nan)

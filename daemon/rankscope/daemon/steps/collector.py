@@ -33,6 +33,8 @@ COUNTER_AT_MOST = 1 << 53
 TEXT_LENGTH = 128
 RANKS_AT_MOST = 10_000_000
 FLOPS_AT_MOST = 1e30
+# A host gets ahead in its first steps, while the device loads kernels and NCCL connects, and has another pace then.
+WARM_UP_STEPS = 64
 # A rank with many descriptors and no ring is searched less and less often, after this many windows at the latest.
 WINDOWS_LEFT_OUT = 8
 
@@ -219,9 +221,10 @@ def _sample(
         groups = tuple(
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
         )
-    host = progress.host.followed_by(
-        rows.host_seconds[first_rows], step_seconds, rows.run_ahead_seconds[first_rows], records["steps"][kept]
-    )
+    host = progress.host
+    if progress.steps >= WARM_UP_STEPS:
+        ahead = rows.run_ahead_seconds[first_rows]
+        host = host.followed_by(rows.host_seconds[first_rows], step_seconds, ahead, records["steps"][kept])
     last_step_ns = int(records["end_ns"][good][-1]) if len(records) else progress.last_step_ns
     sample = StepSample(
         **vars(rows),

@@ -79,6 +79,14 @@ def test_a_host_that_gains_no_step_has_no_pace() -> None:
     assert own_seconds(*windows) == pytest.approx([0.03, 0.03, 0.09, 0.03])
 
 
+def test_a_host_without_quick_steps_has_no_pace() -> None:
+    """It waits in all of them: the gain is that of a queue which was empty at the beginning."""
+    windows = [waiting(rank, gained_steps=4.0) for rank in range(4)]
+    for window in windows:
+        window.host_quick_seconds = 0.95 * STEP
+    assert own_seconds(*windows) == pytest.approx([0.03, 0.03, 0.09, 0.03])
+
+
 def test_a_fault_in_some_steps_keeps_quick_hosts_quick() -> None:
     """The mean of rank 2's host is twice its quickest steps; that of the others need not be."""
     windows = [waiting(rank, gained_steps=4.0, host_seconds=2 * 0.02) for rank in range(4)]
