@@ -13,7 +13,7 @@ import numpy as np
 
 from rankscope.daemon.samples import Column, HostPace
 
-MAX_STEPS = 256
+MAX_STEPS = 512
 STEPS_NEEDED = 32
 # The quickest but two: a host that gained three steps has as many without waiting.
 QUICK_PLACE = 2
