@@ -62,23 +62,25 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
             Suite("lint", command=("make", "--no-print-directory", "lint")),
             Suite("unit", ("tests/unit", "-n", "2", "--dist", "worksteal")),
         ),
-        # Built or fetched once: six minutes on a new machine.
-        tuple(Suite(f"set-up of {name}", command=(f"tools/setup_{name}.sh",)) for name in SET_UPS),
+        (
+            # Built or fetched once: six minutes on a new machine.
+            *(Suite(f"set-up of {name}", command=(f"tools/setup_{name}.sh",)) for name in SET_UPS),
+            Suite("security", ("tests/security",)),
+            Suite("prometheus", ("tests/alerts",)),
+        ),
     ),
     (
         (
-            Suite("operator", ("tests/kube", "-n", "2", *BY_FILE), ("kube",)),
+            Suite("operator", ("tests/kube", "-n", "3", *BY_FILE), ("kube",)),
             Suite("jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),
         ),
         (
             Suite("chart", ("tests/ship",), ("helm", "kube", "zig")),
             Suite("images", ("tests/images",), ("images",)),
-            Suite("security", ("tests/security",)),
+            Suite("console", ("tests/console",), IN_BROWSER),
         ),
         (
             Suite("fuzz", ("tests/fuzz",)),
-            Suite("prometheus", ("tests/alerts",)),
-            Suite("console", ("tests/console",), IN_BROWSER),
             Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof")),
         ),
     ),

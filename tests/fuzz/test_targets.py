@@ -12,7 +12,16 @@ from tests.fuzz.fuzzing import Fuzzer, Tally
 from tests.support.measuring import Measured
 
 # By how long one takes: about a second of a quiet core each.
-EXECUTIONS = {"capture": 15, "trace": 50, "reading": 150, "ring": 100, "windows": 200}
+EXECUTIONS = {
+    "capture": 10,
+    "inspector": 50,
+    "trace": 50,
+    "nccl": 100,
+    "dcgm": 150,
+    "reading": 150,
+    "ring": 100,
+    "windows": 200,
+}
 EXECUTIONS_OF_OTHERS = 600
 # So long that nothing but an endless loop takes it.
 ENDLESS_CPU_SECONDS = 20.0
