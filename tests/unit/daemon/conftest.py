@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from rankscope.daemon import blocking_reads
+from tests.unit.daemon.ring_writer import Writer
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    writer = Writer()
+    yield writer
+    writer.ring.abandon()
 
 
 @pytest.fixture(autouse=True)

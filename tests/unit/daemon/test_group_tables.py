@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,13 +21,6 @@ from tests.unit.daemon.ring_writer import Writer, sample_of
 NAN = float("nan")
 GOOD = (7, 4, 2, ring_layout.GROUP_EXPOSED)
 BODY = ring_layout.GROUPS_OFFSET + ring_layout.TABLE_HEAD.size
-
-
-@pytest.fixture
-def writer() -> Iterator[Writer]:
-    writer = Writer()
-    yield writer
-    writer.ring.abandon()
 
 
 @pytest.fixture

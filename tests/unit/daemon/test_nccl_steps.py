@@ -62,13 +62,6 @@ def nccl() -> Iterator[NcclWriter]:
     os.close(made.descriptor)
 
 
-@pytest.fixture
-def writer() -> Iterator[Writer]:
-    made = Writer()
-    yield made
-    made.ring.abandon()
-
-
 def step(writer: Writer, flags: int = FLAGS) -> None:
     writer.step(50, flags=flags, device=(0.05, 0.0, float("nan")))
 

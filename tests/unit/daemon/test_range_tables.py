@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,13 +15,6 @@ from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.ring_writer import Writer, sample_of
 
 NAN = float("nan")
-
-
-@pytest.fixture
-def writer() -> Iterator[Writer]:
-    writer = Writer()
-    yield writer
-    writer.ring.abandon()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,6 @@ from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.daemon.ring_writer import ME, MS, NAN4, Writer, problem_of, sample_of, window
-
-
-@pytest.fixture
-def writer() -> Iterator[Writer]:
-    writer = Writer()
-    yield writer
-    writer.ring.abandon()
 
 
 @pytest.fixture

@@ -26,13 +26,6 @@ from tests.unit.daemon.ring_writer import ME, MS, Writer, problem_of, sample_of,
 
 
 @pytest.fixture
-def writer() -> Iterator[Writer]:
-    writer = Writer()
-    yield writer
-    writer.ring.abandon()
-
-
-@pytest.fixture
 def collector() -> StepsCollector:
     return StepsCollector()
 

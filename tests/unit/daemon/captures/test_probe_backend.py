@@ -31,13 +31,6 @@ RANK = replace(ME, start_ticks=read_stat("/proc/self").start_ticks)
 ALL_SEALS = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_WRITE | ring_layout.F_SEAL_SEAL
 
 
-@pytest.fixture
-def writer() -> Iterator[Writer]:
-    writer = Writer()
-    yield writer
-    writer.ring.abandon()
-
-
 def order(patience_seconds: float = 180.0, **changes: object) -> Order:
     start = time.time()
     made = Order("c", RANK, 3, None, round(start * 1000), start + patience_seconds)
