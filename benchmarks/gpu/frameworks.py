@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 ACCUMULATED = 4
 MICROBATCHES = 4
 LOCAL_STEPS = 10
+EXPERT_LAYERS, EXPERT_WIDENING, EXPERT_TOKENS = 12, 16, 1536
 
 
 class Layer(nn.Module):
@@ -352,6 +353,46 @@ def local_sgd(setup: Any) -> None:
         setup.course.step_ended()
 
 
+class AllToAll(torch.autograd.Function):
+    """As many rows from each rank as go to it."""
+
+    @staticmethod
+    def forward(_: Any, rows: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows.contiguous())
+        return received
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return AllToAll.forward(None, gradient)
+
+
+class ExpertLayer(nn.Module):
+    """Tokens go to the expert of another rank and back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, EXPERT_WIDENING * width), nn.Linear(EXPERT_WIDENING * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed = self.down(nn.functional.gelu(self.up(AllToAll.apply(x))))
+        return x + AllToAll.apply(routed)
+
+
+def experts(setup: Any) -> None:
+    """A mixture of experts, one for each rank: ranks meet in every layer, and gradients of experts are not shared."""
+    width = setup.asked.width
+    model = nn.Sequential(*(ExpertLayer(width) for _ in range(EXPERT_LAYERS))).to(setup.device)
+    optimizer = optimizer_of(model)
+    for batch in setup.batches():
+        optimizer.zero_grad()
+        setup.fault.in_forward()
+        loss_of(model(batch.repeat(EXPERT_TOKENS // len(batch), 1))).backward()
+        setup.fault.before_optimizer()
+        optimizer.step()
+        setup.course.step_ended()
+
+
 FRAMEWORKS: dict[str, Callable[[Any], None]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -369,4 +410,5 @@ FRAMEWORKS: dict[str, Callable[[Any], None]] = {
     "compiled_ddp": compiled_ddp,
     "compiled_fsdp2": compiled_fsdp2,
     "local_sgd": local_sgd,
+    "experts": experts,
 }

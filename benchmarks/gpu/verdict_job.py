@@ -7,7 +7,8 @@ Faults of one rank are a sleeping function in the forward (`host`), a kernel tha
 backward, where nothing overlaps with it (`tail`), a dataset that sleeps (`input`), and sleeps in few
 steps: of ten faults in every tenth step (`tenth`), of 3 s in every hundredth (`hundredth`). Others are sleeps of 200 ms
 in a twentieth of the steps, on another rank each time (`moving`), and of 1 s in every fiftieth step on all ranks
-(`together`). They begin `--start-after` seconds after the first step. `--alternate-after` seconds later, steps with the
+(`together`), and kernels on all ranks that last up to twice as long as that of `gpu`, drawn for each step and rank
+(`uneven`). They begin `--start-after` seconds after the first step. `--alternate-after` seconds later, steps with the
 fault and without it take turns. FOLDER/steps-RANK grows by a line a step (`job.Stopwatch`), FOLDER/fault.json says when
 the fault began, FOLDER/blocks.json which steps took turns, FOLDER/summary-RANK.json how it ended."""
 
@@ -33,14 +34,14 @@ from frameworks import FRAMEWORKS, default_compiler
 from job import Stopwatch
 from torch.utils.data import DataLoader, Dataset
 
-FAULTS = ("none", "host", "gpu", "tail", "input", "tenth", "hundredth", "moving", "together")
+FAULTS = ("none", "host", "gpu", "tail", "input", "tenth", "hundredth", "moving", "together", "uneven")
 # Steps from one sleep to the next, and its length: of so many steps with the usual fault, or in seconds.
 TENTH = 10
 HUNDREDTH, HUNDREDTH_SECONDS = 100, 3.0
 MOVING_RATIO, MOVING_SECONDS = 0.05, 0.2
 TOGETHER, TOGETHER_SECONDS = 50, 1.0
-ON_ALL_RANKS = ("moving", "together")
-ON_DEVICE = ("gpu", "tail")
+ON_ALL_RANKS = ("moving", "together", "uneven")
+ON_DEVICE = ("gpu", "tail", "uneven")
 ALTERNATION_SECONDS = 1.5
 HOLDING = -1
 LEAVING_SECONDS = 5.0
@@ -91,13 +92,15 @@ class Fault:
         if self.kind == "host" and self._is_on():
             self._begin()
             slow_host(self._seconds)
-        elif self.kind in ("tenth", "hundredth", *ON_ALL_RANKS) and self._is_on():
+        elif self.kind in ("tenth", "hundredth", "moving", "together") and self._is_on():
             seconds = self._sleep_seconds()
             if seconds:
                 self._begin()
                 slow_host(seconds)
         elif self.kind == "gpu" and self._is_on():
             self._occupy_device()
+        elif self.kind == "uneven" and self._is_on():
+            self._occupy_device(2 * random.Random(self._step * SAMPLES + self._rank).random())
 
     def _sleep_seconds(self) -> float:
         """Of the faults that sit in few steps. All ranks draw the same numbers for a step."""
@@ -115,12 +118,13 @@ class Fault:
         if self.kind == "tail" and self._is_on():
             self._occupy_device()
 
-    def _occupy_device(self) -> None:
+    def _occupy_device(self, factor: float = 1.0) -> None:
         self._begin()
+        seconds = factor * self._seconds
         if self._cycles_per_second:
-            torch.cuda._sleep(int(self._seconds * self._cycles_per_second))
+            torch.cuda._sleep(int(seconds * self._cycles_per_second))
         else:
-            busy_device(self._seconds)
+            busy_device(seconds)
 
     def in_dataset(self) -> None:
         if self.kind == "input" and self._is_on():

@@ -28,6 +28,8 @@ DROPPED_RATIO = 0.4
 FOUND_FROM_RATIO, HIDDEN_UP_TO_RATIO = 0.05, 0.02
 # The share of steps that a fault is in. A stall may end in the step after its own.
 IN_FEW_STEPS = {"tenth": 0.1, "hundredth": 0.01, "moving": 0.05, "together": 0.02}
+# What is said of faults that are in no rank in particular.
+UNNAMED = {"moving": "jitter", "uneven": "data_imbalance"}
 SAYS_NOTHING = ("healthy", "insufficient_data")
 # What a cause must say about each fault, somewhere in its text.
 _DEVICE = r"(?i)device|gpu|kernel"
@@ -104,8 +106,8 @@ class Cell:
 
     def is_blamed(self, said: Said) -> bool:
         verdict = said.status.verdict
-        if self.fault == "moving":
-            return said.kind == "jitter"
+        if self.fault in UNNAMED:
+            return said.kind == UNNAMED[self.fault]
         if said.kind == "slow_rank":
             return list(verdict.culprits) == [self.rank]
         return (
@@ -235,8 +237,8 @@ def _compare_verdicts(row: Row, cell: Cell, said: Sequence[Said], facts: Facts) 
     )
     may_find = must_find or (is_small and true is not None and true > HIDDEN_UP_TO_RATIO)
     row.expected = f"slow_rank rank {cell.rank} (alarm)" if must_find else "healthy"
-    if cell.fault == "moving" and must_find:
-        row.expected = "jitter (alarm)"
+    if cell.fault in UNNAMED and must_find:
+        row.expected = f"{UNNAMED[cell.fault]} (alarm)"
     if must_find:
         row.is_right = alarm is not None
     else:
@@ -262,7 +264,7 @@ def _compare_impact(row: Row, facts: Facts) -> None:
     begun = _first(facts) + SETTLING_SECONDS
     row.healthy_milliseconds = _mean(facts, begun, since if since is not None else float("inf"))
     row.fault_milliseconds = facts.fault_milliseconds
-    if since is None:
+    if since is None or row.fault == "uneven":  # evenly spread, the same work would take part of that time too
         return
     until = float("inf") if facts.turns_unix_seconds is None else facts.turns_unix_seconds
     row.faulty_milliseconds = _mean(facts, since + SETTLING_SECONDS, until)

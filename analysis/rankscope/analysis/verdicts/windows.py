@@ -217,5 +217,7 @@ class JobWindow:
     is_captured: bool = False
     # Whether ranks meet in collectives, as far as is known.
     has_collectives: bool = True
+    # Self time and waiting of most ranks follow from the quickest steps of their hosts: estimates (host_pace.py).
+    is_host_paced: bool = False
     # The rest of a window of which `columns` has the workers only (asynchronous.py).
     asynchronous: AsynchronousRun | None = None

@@ -96,20 +96,22 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     figures = columns([window.figures for window in chain.from_iterable(ordered)])
     job = np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered])
     captured = figures[_CAPTURED] > 0
-    _add_device_waits(figures, captured, job)
+    is_host_paced = _add_device_waits(figures, captured, job, len(parts))
     is_captured = [False] * len(parts)
     if captured.any():
         is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
     collectives = _have_collectives(figures, job, len(parts))
     skews = _clock_skews(figures, job, layouts, next(iter(ticks.values())).shifts)
     made = {}
-    for (name, tick), windows, layout, part, captured_only, skew, meets in zip(
-        ticks.items(), ordered, layouts, parts, is_captured, skews, collectives, strict=True
+    for (name, tick), windows, layout, part, captured_only, skew, meets, host_paced in zip(
+        ticks.items(), ordered, layouts, parts, is_captured, skews, collectives, is_host_paced, strict=True
     ):
         # A copy, because detectors keep windows: a view would keep the whole fleet's tick in memory.
         kept = figures[: len(RANK_FIGURES), part].copy()
         rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
-        made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only, meets)
+        made[name] = _job_window(
+            tick, windows, rank_columns, layout.place_names, skew, captured_only, meets, host_paced
+        )
     return made
 
 
@@ -120,26 +122,29 @@ def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
     return tick.layout
 
 
-def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
+def _add_device_waits(figures: Floats, captured: Bools, job: Ints, jobs: int) -> list[bool]:
     """For ranks that are timed on a device. Collectives may overlap with other work there, so a single rank does not
-    know how long it waited: the times of all members of a group show it."""
+    know how long it waited: the times of all members of a group show it. Returns the jobs whose hosts set the pace."""
     on_device = ~np.isnan(figures[_HOST]) & ~captured
     figures[_TRANSFER, on_device] = np.nan  # the quantile of one rank is not the transfer time
     timed = np.flatnonzero(on_device & ~np.isnan(figures[_GROUP]))
     if not len(timed):
-        return
+        return [False] * jobs
     # By group, figure and rank.
     groups = figures[_GROUP:, timed].reshape(GROUPS, len(GROUP_FIGURES), len(timed))
     usual_steps = np.maximum(figures[_STEP, timed] - np.nan_to_num(figures[_LONG, timed]), 0.0)
     waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], usual_steps)
     found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
     figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
-    _add_hidden_hosts(figures, timed, job[timed])
+    hidden = _add_hidden_hosts(figures, timed, job[timed])
+    most = np.bincount(job[hidden], minlength=jobs) > np.bincount(job, minlength=jobs) / 2
+    return [bool(is_most) for is_most in most]
 
 
-def _add_hidden_hosts(figures: Floats, timed: Ints, job: Ints) -> None:
+def _add_hidden_hosts(figures: Floats, timed: Ints, job: Ints) -> Ints:
     """What a host needs for a step is the rank's own, also while its device waits for another rank. Where ranks meet in
-    few steps, they wait in these for what the others lasted, so such waiting is not that of long steps."""
+    few steps, they wait in these for what the others lasted, so such waiting is not that of long steps.
+    Returns the changed rows."""
     table = figures[:, timed]
     pace = own_pace(HostFigures(*table[_HOST_FIGURES]), table[_SELF], job)
     own = pace - table[_TRANSFER]
@@ -149,6 +154,7 @@ def _add_hidden_hosts(figures: Floats, timed: Ints, job: Ints) -> None:
     figures[_SELF, rows] = own[hidden]
     figures[_WAIT, rows] = np.maximum(table[_STEP, hidden] - late - own[hidden], 0.0)
     figures[_LONG, rows] = np.where(late > 0, late, np.nan)
+    return rows
 
 
 def _settle_captured(figures: Floats, captured: Bools) -> bool:
@@ -169,6 +175,7 @@ def _job_window(
     skew_seconds: float | None,
     is_captured: bool,
     has_collectives: bool,
+    is_host_paced: bool,
 ) -> JobWindow:
     last = windows[-1]
     return JobWindow(
@@ -184,6 +191,7 @@ def _job_window(
         network=lambda: node_networks(windows, columns.place),
         is_captured=is_captured,
         has_collectives=has_collectives,
+        is_host_paced=is_host_paced,
     )
 
 

@@ -35,8 +35,9 @@ def verdicts(ticks: list[list[RankWindow]]) -> list[Verdict]:
     return [state.verdict for state in states]
 
 
-def test_hosts_that_drift_apart_leave_no_rank_slow() -> None:
-    said = verdicts(recorded("local_sgd"))
+@pytest.mark.parametrize("name", ["local_sgd", "local_sgd_varied"])
+def test_hosts_that_drift_apart_leave_no_rank_slow(name: str) -> None:
+    said = verdicts(recorded(name))
     assert {verdict.kind for verdict in said} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
     assert not any(verdict.cause.stalls for verdict in said)
 
