@@ -15,7 +15,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rankscope.analysis.verdicts.thresholds import AlertThresholds, FleetThresholds, Policy, Threshold, table
+from rankscope.analysis.verdicts.thresholds import (
+    AlertThresholds,
+    FixedThresholds,
+    FleetThresholds,
+    Policy,
+    Threshold,
+    table,
+)
 from rankscope.analysis.verdicts.verdict import Kind
 from rankscope.cli.prometheus_stack import CONSOLE_LINK
 
@@ -28,7 +35,7 @@ NAME = r"rankscope:threshold:(\w+)"
 GROUP = re.compile(r"  - name: rankscope\.thresholds\n.*?(?=\n  - name: )", re.DOTALL)
 VERDICTS = re.compile(r"(\n## Verdicts\n\n\| kind \| meaning \|\n\|---\|---\|\n)(?:\|.*\n)+")
 DASHBOARD = re.compile(r"(?m)^( +)(dashboard_url: .*\n)(?: +# console_url: .*\n)?")
-THRESHOLDS = {one.name: one for of in (Policy, AlertThresholds, FleetThresholds) for one in table(of)}
+THRESHOLDS = {one.name: one for of in (Policy, FixedThresholds, AlertThresholds, FleetThresholds) for one in table(of)}
 
 
 def fresh_files() -> dict[Path, str]:
@@ -96,6 +103,12 @@ def _thresholds_page() -> str:
             "",
             *_table(Policy),
             "",
+            "## Fixed",
+            "",
+            "These turn what is measured into estimates. They are the same for all jobs.",
+            "",
+            *_table(FixedThresholds),
+            "",
             "## Alerts only",
             "",
             "The Prometheus rules read these as `rankscope:threshold:NAME`. To change one, see",
@@ -113,7 +126,7 @@ def _thresholds_page() -> str:
     )
 
 
-def _table(of: type[Policy] | type[AlertThresholds] | type[FleetThresholds]) -> list[str]:
+def _table(of: type[Policy | FixedThresholds | AlertThresholds | FleetThresholds]) -> list[str]:
     rows = [
         f"| `{one.name}` | {'none' if one.default is None else _number(one.name)} | {one.unit} | {one.meaning} |"
         for one in table(of)

@@ -39,7 +39,7 @@ def job() -> dict[str, Any]:
             Line(9, [_worst_over_time(), _all_over_time()]),
             Line(7, [_causes(), _step()]),
             Line(7, [_mfu(), _exposed(), _bandwidth()]),
-            Line(7, [_hosts(), _bound(), _groups()]),
+            Line(7, [_hosts(), _groups()]),
             Line(9, [_ranks()]),
             Line(7, [_phases(), _throttling()]),
         ],
@@ -194,17 +194,6 @@ def _hosts() -> Panel:
             Query(f"min({ahead})", "host is ahead by, least"),
         ],
         "s",
-    )
-
-
-def _bound() -> Panel:
-    bound = f"max by ({RUN}, rank) (rankscope_rank_device_bound{{{THE_JOB}}})"
-    return timeseries(
-        "Ranks by what holds them up",
-        "device: the host runs ahead of it, which is what you want. host: the device waits for its host. CUDA only.",
-        [Query(f"count({bound} == 1)", "device"), Query(f"count({bound} == 0)", "host")],
-        "none",
-        stacked=True,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from deploy.grafana import queries
 from deploy.grafana.laying_out import RANK, THIS_RUN, Line, dashboard, run_variables, to_job, to_node, variable
-from deploy.grafana.panels import BAD, GOOD, WARN, Panel, Query, linked, numbers_as_words, stat, table, timeseries
+from deploy.grafana.panels import BAD, GOOD, Panel, Query, linked, numbers_as_words, stat, table, timeseries
 from deploy.grafana.queries import ONE_RANK, RATE, RUN, gpu_of_rank, gpus_of_job
 
 COHORT, PEERS = "cohort, median", "GPUs of the job, median"
@@ -56,11 +56,11 @@ def _numbers() -> list[Panel]:
             "Waiting for others", "Share of its time. The culprit waits least.", Query(wait), "percentunit", decimals=0
         ),
         stat(
-            "Held up by",
-            "Whether the host runs ahead of the device, or the device waits for its host. CUDA only.",
-            Query(f"max(rankscope_rank_device_bound{{{ONE_RANK}}})"),
-            "none",
-            mappings=[numbers_as_words(_0=("host", WARN), _1=("device", GOOD))],
+            "Host is ahead by",
+            "Of its device, at the furthest point of a step. A slow rank whose host is hardly ahead has a "
+            "late host. CUDA only.",
+            Query(f"max(rankscope_rank_run_ahead_seconds{{{ONE_RANK}}})"),
+            "s",
         ),
         stat("MFU", "In the last window.", Query(f"rankscope_rank_mfu_ratio{{{ONE_RANK}}}"), "percentunit", decimals=1),
         stat(

@@ -18,8 +18,8 @@ import numpy as np
 from rankscope.analysis.profiles.frames import Frame, is_user_code
 from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
-from rankscope.analysis.verdicts.slow_rank import LEAST_WORK_RATIO, Screen
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.slow_rank import Screen
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Cause, percent, ranks
 from rankscope.analysis.verdicts.windows import (
     AsynchronousRun,
@@ -30,17 +30,9 @@ from rankscope.analysis.verdicts.windows import (
     step_phase,
 )
 
-# A stretch ends when the slowest rank has made so many steps.
-STRETCH_STEPS = 8
-# From one stretch to the next: synchronous ranks differ by less, wherever the borders of windows fall.
-GROWTH_STEPS = 3
-# A server makes as many steps as its workers together, but for those at the borders.
-SERVER_TOLERANCE = 0.1
 # With one worker, it would be a second server.
 MIN_WORKERS = 2
 FRAMES_SHOWN = 3
-# Of the server's stacks, for a line to be the cause.
-MIN_FRAME_SHARE = 0.2
 
 
 class Cadence(Enum):
@@ -84,14 +76,14 @@ class StepCounts:
         self._total += columns.steps[has_steps]
         self._stretch += columns.steps[has_steps]
         self._exchanged |= columns.wait_seconds[has_steps] > 0
-        if len(self._members) >= MIN_WORKERS and self._stretch.min() >= STRETCH_STEPS:
+        if len(self._members) >= MIN_WORKERS and self._stretch.min() >= FIXED.stretch_steps:
             self._end_stretch(policy)
 
     def _end_stretch(self, policy: Policy) -> None:
         spread = float(self._total.max() - self._total.min())
         # A server that answers remote calls waits in threads that nothing times.
         is_exchanging = 2 * int(self._exchanged.sum()) >= len(self._members)
-        is_growing = is_exchanging and spread >= self._spread_steps + GROWTH_STEPS
+        is_growing = is_exchanging and spread >= self._spread_steps + FIXED.growth_steps
         self._grown = self._grown + 1 if is_growing else 0
         self._spread_steps = spread
         self._stretch[:] = 0.0
@@ -122,7 +114,7 @@ def find_servers(steps: Floats) -> Ints:
     order = np.argsort(-steps, kind="stable")
     for count in range(1, len(steps) - MIN_WORKERS + 1):
         rest = float(steps[order[count:]].sum())
-        if bool((np.abs(steps[order[:count]] - rest) <= SERVER_TOLERANCE * rest).all()):
+        if bool((np.abs(steps[order[:count]] - rest) <= FIXED.server_steps_ratio * rest).all()):
             return order[:count]
     return order[:0]
 
@@ -164,7 +156,7 @@ def with_own_shares(screen: Screen, columns: RankColumns, policy: Policy) -> Scr
     with np.errstate(all="ignore"):
         step = np.where(columns.step_seconds > 0, columns.step_seconds, np.nan)
         excess = np.maximum(screen.compared_seconds - screen.reference_seconds, 0.0)
-        gained = np.where(screen.outlier, 1 / np.maximum(step - excess, LEAST_WORK_RATIO * step) - 1 / step, 0.0)
+        gained = np.where(screen.outlier, 1 / np.maximum(step - excess, FIXED.least_work_ratio * step) - 1 / step, 0.0)
         impact = np.nan_to_num(gained / (np.nansum(1 / step) + np.nansum(gained)))
     outlier = screen.outlier & (impact >= policy.impact_ratio)
     return replace(screen, impact_ratio=np.where(outlier, impact, np.nan), outlier=outlier)
@@ -204,7 +196,7 @@ def server_cause(found: SlowServer, evidence: RankEvidence | None) -> Cause:
             frame
             for frame in stacks.frames
             if frame.phase not in WAITING_PHASES
-            and frame.own_share >= MIN_FRAME_SHARE
+            and frame.own_share >= FIXED.server_frame_share
             and is_user_code(Frame(frame.function, frame.file, frame.line))
         ]
     frames.sort(key=lambda frame: -frame.own_share)

@@ -22,7 +22,7 @@ from rankscope.analysis.verdicts.rules import HEALTHY, Damper, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
 from rankscope.analysis.verdicts.stack_verdict import StackJudge
-from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, ranks
 from rankscope.analysis.verdicts.window_merge import merge_evidence, merge_windows
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
@@ -34,8 +34,6 @@ PENDING_KEPT = 600
 # Where waiting is sampled rarely: so many of the gaps between two samples, but never more windows than this.
 GAPS_WAITED = 3
 LONGEST_PATIENCE = 150
-# Nodes may differ by a step, and by what the kernel's clock discipline leaves.
-CLOCK_TOLERANCE_SECONDS = 0.25
 # A finding of captures stands until so many more could have come.
 CAPTURES_MISSED = 3
 # Windows in which some ranks have steps and others never had any.
@@ -242,7 +240,7 @@ class JobDetector:
                 Kind.INSUFFICIENT_DATA, "ranks without collectives step apart; asynchronous, if that goes on"
             )
         skew = ready.window.clock_skew_seconds
-        is_apart = skew is not None and skew > self._step_seconds + CLOCK_TOLERANCE_SECONDS
+        is_apart = skew is not None and skew > self._step_seconds + FIXED.clock_difference_seconds
         if is_apart and ends_steps_together(ready.window):
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
         return self._recent.decide(self._observe(ready), self.verdict)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
+from rankscope.analysis.verdicts.thresholds import FIXED
 
 # Kinds of groups in the probe's ring (rankscope/probe/ring_layout.py).
 EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER, NCCL = 1, 2, 3, 4, 5, 6
@@ -17,9 +18,6 @@ EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER, NCCL = 1, 2, 3, 4, 5, 6
 _EXPOSED_KINDS = (EXPOSED, DDP)
 _COMPARED_KINDS = (EXPOSED, OVERLAPPED, DDP, RECORDER, NCCL)
 _NUMBER_LIMIT = 2.0**53
-# Of the transfer's time. By so little the members of a group differ without any being late: of 153 windows of healthy
-# jobs, NCCL over sockets, two had more.
-TRANSFER_NOISE_RATIO = 0.08
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def group_waits(spans: GroupSpans, job: Ints, step_seconds: Floats) -> Waits:
     # Of two members, the median would be half of what one waits.
     is_pair = np.bincount(group, minlength=count)[group] == 2
     usual = np.where(is_pair, grouped_max(values, group, count)[group], grouped_median(values, group, count)[group])
-    is_noise = usual - least < TRANSFER_NOISE_RATIO * least
+    is_noise = usual - least < FIXED.transfer_noise_ratio * least
     waiting = np.where(kind == POINT_TO_POINT, values, np.where(is_noise, 0.0, values - least))
     waiting[has_nccl[rank] & is_exposed[slot, rank]] = 0.0  # NCCL's times hold all of it
     transfer = np.where(is_exposed[slot, rank], least, 0.0)

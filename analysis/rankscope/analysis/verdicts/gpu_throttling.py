@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Cause
 from rankscope.analysis.verdicts.windows import GpuEvidence
 
@@ -20,8 +20,6 @@ PHASES_OFF_THE_GPU = frozenset({"input", "checkpoint"})
 FORCED = ("hw_thermal", "hw_power_brake", "hw_slowdown", "sw_thermal", "power_cap")
 THERMAL = ("hw_thermal", "hw_power_brake", "hw_slowdown", "sw_thermal")
 IDLE = "idle"
-# Less is where it stands in its rack.
-HOTTER_CELSIUS = 10.0
 
 
 def name_throttle(
@@ -127,7 +125,7 @@ def _clock(gpu: GpuEvidence) -> str:
 
 def _heat(mine: GpuEvidence, peers: Sequence[GpuEvidence]) -> str:
     usual = [peer.temperature_celsius for peer in peers if peer.temperature_celsius is not None]
-    if mine.temperature_celsius is None or not usual or mine.temperature_celsius < median(usual) + HOTTER_CELSIUS:
+    if mine.temperature_celsius is None or not usual or mine.temperature_celsius < median(usual) + FIXED.hotter_celsius:
         return ""
     return f", {mine.temperature_celsius:.0f} °C against {median(usual):.0f} °C"
 
@@ -137,5 +135,5 @@ def _megahertz(hertz: float) -> str:
 
 
 def _reasons(gpu: GpuEvidence) -> str:
-    found = [f"{reason} {gpu.share(reason):.0%} of the time" for reason in FORCED if gpu.share(reason) >= 0.05]
-    return ", " + ", ".join(found[:2]) if found else ""
+    named = [reason for reason in FORCED if gpu.share(reason) >= FIXED.throttle_named_share]
+    return "".join(f", {reason} {gpu.share(reason):.0%} of the time" for reason in named[:2])

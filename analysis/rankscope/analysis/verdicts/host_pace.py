@@ -12,18 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints, grouped_max, number_groups
-
-# A host that got further ahead by so many steps did not wait for its device in as many, and these are its quickest. One
-# that waits in every step, in a full queue or because its loop synchronises, gets ahead by one at most.
-NEEDED_GAIN_STEPS = 3.0
-# Hosts that are as slow as the job have steps below this share of the mean. Those that wait all the time may have none.
-QUICK_SHARE = 0.9
-# A host that is ahead by less than this does not wait for its device, unless its loop synchronises every step.
-NOT_AHEAD_STEPS = 1.1
-# Mean of a host's steps to its quickest ones: 1.2 to 1.35 of hosts that never wait (H200, DDP and local SGD). A rank
-# with a fault in some of its steps has more.
-USUAL_RATIO = 1.25
-MAX_RATIO = 1.5
+from rankscope.analysis.verdicts.thresholds import FIXED
 
 
 @dataclass(frozen=True)
@@ -45,10 +34,11 @@ def own_pace(hosts: HostFigures, self_seconds: Floats, job: Ints) -> Floats:
     the job, whose host is not ahead."""
     number, count = number_groups(job)
     is_slowest = self_seconds == grouped_max(self_seconds, number, count)[number]
-    shows = is_slowest & (hosts.run_ahead_seconds < NOT_AHEAD_STEPS * hosts.step_seconds)
-    ratio = np.clip(hosts.host_seconds / hosts.quick_seconds, 1.0, MAX_RATIO)
+    shows = is_slowest & (hosts.run_ahead_seconds < FIXED.host_not_ahead_steps * hosts.step_seconds)
+    ratio = np.clip(hosts.host_seconds / hosts.quick_seconds, 1.0, FIXED.host_varied_ratio)
     ratio = grouped_max(np.where(shows, ratio, np.nan), number, count)[number]
-    ratio = np.where(np.isnan(ratio), USUAL_RATIO, ratio)
+    ratio = np.where(np.isnan(ratio), FIXED.host_usual_ratio, ratio)
     pace = np.minimum(hosts.quick_seconds * ratio, hosts.step_seconds)
-    is_own = (hosts.gained_steps >= NEEDED_GAIN_STEPS) & (hosts.quick_seconds < QUICK_SHARE * hosts.step_seconds)
+    is_quick = hosts.quick_seconds < FIXED.host_quick_ratio * hosts.step_seconds
+    is_own = is_quick & (hosts.gained_steps >= FIXED.host_gained_steps)
     return np.where(is_own, pace, np.nan)

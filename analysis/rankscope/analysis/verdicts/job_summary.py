@@ -9,10 +9,8 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints, grouped_max, grouped_median, grouped_min
 from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, waited_seconds
+from rankscope.analysis.verdicts.thresholds import FIXED
 from rankscope.analysis.verdicts.windows import RankColumns
-
-# What clocks and rounding may do.
-WAIT_TOLERANCE_RATIO = 1.02
 
 
 class JobSummary(NamedTuple):
@@ -64,7 +62,7 @@ def summarize(columns: RankColumns, screen: Screen, job_count: int) -> list[JobS
     on_device = is_timed_on_device(columns)
     waited = np.where(on_device, waited_seconds(columns), columns.wait_seconds - least_transfer[job])
     # A wait that is longer than the step it is part of was not measured either.
-    waited = np.where(columns.wait_seconds > WAIT_TOLERANCE_RATIO * steps, np.nan, waited)
+    waited = np.where(columns.wait_seconds > FIXED.wait_of_step_ratio * steps, np.nan, waited)
     waited_ratio = np.clip(waited / steps, 0.0, 1.0)
     input_ratio = np.clip(columns.input_seconds / steps, 0.0, 1.0)
     excess_ratio = (screen.compared_seconds - screen.reference_seconds) / steps

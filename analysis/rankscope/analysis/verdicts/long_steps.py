@@ -19,31 +19,15 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
 from rankscope.analysis.verdicts.job_summary import JobSummary
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.window_merge import merge_columns
 from rankscope.analysis.verdicts.windows import RankColumns
 
 # Windows that stalls are summed over: ten minutes of short ones.
 WINDOWS_KEPT = 300
-# Late by less of what a window lost is noise of the clocks.
-LEAST_SHARE = 0.05
-# Who was late is not known if as many of the ranks cannot tell.
-UNKNOWN_RATIO = 0.2
-# Unless the others hold this share of the loss.
-KNOWN_SHARE = 0.5
-LEAST_KNOWN_SHARE = 0.25
-# All ranks have the same long steps. One with less of them than this, of what another has, has the rest in the next
-# window.
-DIVIDED_SHARE = 0.5
-# Stalls have ended when none came for so many of the usual gaps between two of them.
-GAPS_WAITED = 3.0
-# Between the two chances it is not known yet whether one rank stalls or all in turn.
-CHANCE_OF_ONE = 0.005
-CHANCE_OF_ALL = 0.1
 # Windows after which stacks of a job are kept for the first time, and from then on at the latest.
 FIRST_STACKS = 2
 STACKS_EVERY = 120
-QUIET_RATIO = 0.1
 STACKS_WINDOWS = 5  # in a row, as stacks come with one window in some
 # How often and how long are estimates.
 ROUNDED_BY = 0.05
@@ -142,8 +126,8 @@ class LongStepHistory:
             if any(self.found):
                 self.found = self._find(len(columns), policy)
         if self._seen >= self._stacks_due or self.is_moment_for_stacks:
-            is_quiet = not summary.long_seconds > QUIET_RATIO * summary.step_seconds and not any(self.found[:2])
-            self._note_moment_for_stacks(is_quiet)
+            is_long = summary.long_seconds > FIXED.stall_quiet_ratio * summary.step_seconds
+            self._note_moment_for_stacks(not is_long and not any(self.found[:2]))
         return late
 
     def _joined(self, columns: RankColumns, summary: JobSummary) -> tuple[RankColumns, JobSummary]:
@@ -199,7 +183,7 @@ def _has_long(summary: JobSummary) -> bool:
 def _is_divided(columns: RankColumns) -> bool:
     """Whether some ranks have long steps in this window that others have not."""
     seconds = np.nan_to_num(columns.long_seconds * columns.steps)
-    return bool(seconds.min() < DIVIDED_SHARE * seconds.max())
+    return bool(seconds.min() < FIXED.stall_divided_share * seconds.max())
 
 
 def _is_contended(window: _Window, policy: Policy) -> bool:
@@ -214,7 +198,7 @@ def _of_ranks(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | No
         for place in np.flatnonzero(late.seconds >= policy.stall_share * lost).tolist()
         if late.windows[place] >= policy.windows_for_alarm
         and late.steps[place] >= policy.stalls_needed
-        and late.chance(place, lost, ranks) <= CHANCE_OF_ONE
+        and late.chance(place, lost, ranks) <= FIXED.stall_chance_of_one
     ]
     if not named:
         return None
@@ -234,7 +218,7 @@ def _in_turn(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | Non
     if late.steps.sum() < 2 * policy.stalls_needed:
         return None
     most = int(np.argmax(late.seconds))
-    if late.seconds[most] >= policy.stall_share * lost and late.chance(most, lost, ranks) < CHANCE_OF_ALL:
+    if late.seconds[most] >= policy.stall_share * lost and late.chance(most, lost, ranks) < FIXED.stall_chance_of_all:
         return None
     found = _sum_up(windows, [np.full(len(window.ranks), True) for window in windows], policy)
     if found is None or found.impact_ratio < policy.jitter_impact_ratio:
@@ -255,7 +239,7 @@ def _together(windows: list[_Window], ranks: int, policy: Policy) -> Stalls | No
     )
     known = sum(window.lost_seconds for window in span if window.is_known)
     # Where ranks stall one by one, or most is unknown, long steps of all are not what matters.
-    is_most = lost >= policy.stall_share * known and known >= LEAST_KNOWN_SHARE * _lost(span)
+    is_most = lost >= policy.stall_share * known and known >= FIXED.late_named_share * _lost(span)
     if not (lost > 0 and steps > 0 and is_most):
         return None
     scale, seconds = _scale(span), sum(window.seconds for window in span)
@@ -297,7 +281,7 @@ def _between(windows: list[_Window], hits: list[int], policy: Policy) -> slice:
         return nothing
     ends = list(accumulate(window.windows for window in windows))
     gaps = [ends[after] - ends[before] for before, after in pairwise(hits)]
-    longest = max(policy.windows_kept, GAPS_WAITED * median(gaps))
+    longest = max(policy.windows_kept, FIXED.stall_gaps * median(gaps))
     if ends[-1] - ends[hits[-1]] > longest:
         return nothing
     # Those before a long gap belong to something else.
@@ -359,9 +343,10 @@ def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
     )
     # Of the ranks that tell of long steps at all.
     unknown = np.isnan(columns.late_seconds[has_long]).sum()
-    is_known = unknown < UNKNOWN_RATIO * len(held) or float(late.sum()) >= KNOWN_SHARE * lost_seconds > 0
-    is_known = bool(is_known and len(held) >= KNOWN_SHARE * len(late))
-    is_late = is_known & (own > LEAST_SHARE * lost_seconds) & (counted > 0)
+    is_told = float(late.sum()) >= FIXED.late_known_share * lost_seconds > 0
+    is_known = unknown < FIXED.late_unknown_ratio * len(held) or is_told
+    is_known = bool(is_known and len(held) >= FIXED.late_known_share * len(late))
+    is_late = is_known & (own > FIXED.late_share * lost_seconds) & (counted > 0)
     share = own[is_late] / late[is_late]
     return _Window(
         summary.step_seconds * summary.fewest_steps,

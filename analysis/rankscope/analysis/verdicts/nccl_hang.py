@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 from rankscope.analysis.profiles.phases import COMMUNICATION
 from rankscope.analysis.quantities import count
+from rankscope.analysis.verdicts.thresholds import FIXED
 from rankscope.analysis.verdicts.verdict import ranks
 from rankscope.analysis.verdicts.windows import Communicator, NcclOperation, Stall
 
-# A rank is stuck in an operation, or outside of it, if its GPU has not started or finished any for this long.
-MIN_UNCHANGED_SECONDS = 3.0
 MESSAGES = frozenset({"Send", "Recv", "SendRecv"})
 # No member leaves one before all have entered it.
 SYNCHRONIZING = frozenset({"AllReduce", "AllGather", "ReduceScatter", "AlltoAll"})
@@ -61,7 +60,7 @@ class _Group:
 
 
 def waits_in_nccl(stall: Stall) -> bool:
-    return any(row.is_busy and row.unchanged_seconds >= MIN_UNCHANGED_SECONDS for row in stall.communicators)
+    return any(row.is_busy and row.unchanged_seconds >= FIXED.nccl_unchanged_seconds for row in stall.communicators)
 
 
 def find_missing(standing: Mapping[int, Stall]) -> NcclFinding | None:
@@ -74,7 +73,7 @@ def find_missing(standing: Mapping[int, Stall]) -> NcclFinding | None:
 
 
 def _is_still(rows: Sequence[Communicator]) -> bool:
-    return bool(rows) and all(row.unchanged_seconds >= MIN_UNCHANGED_SECONDS for row in rows)
+    return bool(rows) and all(row.unchanged_seconds >= FIXED.nccl_unchanged_seconds for row in rows)
 
 
 def _groups(rows: Mapping[int, Sequence[Communicator]]) -> Iterator[_Group]:

@@ -17,7 +17,7 @@ from rankscope.analysis.verdicts.findings import Observation
 from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
 from rankscope.analysis.verdicts.stack_profiles import StackHistory
 from rankscope.analysis.verdicts.stall_lines import StallLines
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import (
     NETWORK,
     Cause,
@@ -38,7 +38,6 @@ PEERS_ASKED = 64
 USUAL_RANKS_ASKED = 4
 CAUSE_KEPT_WINDOWS = 5
 USUAL_STEPS_KEPT = 30
-ALIKE = 0.7  # two estimates of one thing
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
 UNEVEN = Verdict(
     Kind.DATA_IMBALANCE,
@@ -198,7 +197,8 @@ class RecentWindows:
         slowdown = 1 - float(np.median(self._usual_steps)) / step
         if slowdown < self._policy.impact_ratio:
             return impact
-        return slowdown if ALIKE * slowdown <= impact <= slowdown / ALIKE else impact
+        is_alike = min(impact, slowdown) >= FIXED.impact_alike_ratio * max(impact, slowdown)
+        return slowdown if is_alike else impact
 
     def _cause(
         self, windows: list[JobWindow], columns: RankColumns, screened: Screen, culprits: tuple[int, ...]

@@ -20,19 +20,11 @@ from rankscope.analysis.stats.robust import (
     median_or_nan,
     number_groups,
 )
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.windows import RankColumns
 
-# Some of the queueing happens while a rank waits, and a checkpoint may be hidden from the device: never take either for
-# more than this leaves of the self time.
-LEAST_WORK_RATIO = 0.1
 # Of a normal distribution.
 P10_TO_P90_SIGMAS = 2.563
-# Far ahead, but not by more than this share of the excess beyond the peers: all of them are far ahead, because their
-# loop enqueues a step at once and then waits for it. The excess is somewhere else.
-NOT_FURTHER_SHARE = 0.2
-# A loop that synchronises every step is never ahead by a whole one.
-WHOLE_STEP_RATIO = 1.1
 
 
 def is_timed_on_device(columns: RankColumns) -> Bools:
@@ -42,7 +34,7 @@ def is_timed_on_device(columns: RankColumns) -> Bools:
 def busy_seconds(columns: RankColumns) -> Floats:
     """Self time without checkpoints, which are excused."""
     own = columns.self_seconds
-    return np.maximum(own - np.nan_to_num(columns.checkpoint_seconds), LEAST_WORK_RATIO * own)
+    return np.maximum(own - np.nan_to_num(columns.checkpoint_seconds), FIXED.least_work_ratio * own)
 
 
 def queued_seconds(columns: RankColumns) -> Floats:
@@ -62,7 +54,7 @@ def work_seconds(columns: RankColumns) -> Floats:
     while the host is ahead."""
     busy = busy_seconds(columns)
     queued = np.where(is_timed_on_device(columns), 0.0, np.nan_to_num(queued_seconds(columns)))
-    return np.maximum(busy - queued, LEAST_WORK_RATIO * busy)
+    return np.maximum(busy - queued, FIXED.least_work_ratio * busy)
 
 
 @dataclass(frozen=True)
@@ -228,9 +220,10 @@ def device_bound(
     """Of ranks that are slow by `excess_seconds`: 1 where the device is to blame, 0 where the host is, NaN where it is
     not known."""
     ahead, further = ahead_seconds, further_ahead_seconds
-    is_far_ahead = (ahead >= policy.device_bound_ratio * step_seconds) & ~(further < NOT_FURTHER_SHARE * excess_seconds)
+    is_alike = further < FIXED.device_not_further_share * excess_seconds
+    is_far_ahead = (ahead >= policy.device_bound_ratio * step_seconds) & ~is_alike
     needed = policy.device_bound_share * excess_seconds
-    is_device = (ahead >= WHOLE_STEP_RATIO * step_seconds) | is_far_ahead | (further >= needed)
+    is_device = (ahead >= FIXED.device_whole_step_ratio * step_seconds) | is_far_ahead | (further >= needed)
     is_host = (further < needed) | (ahead < needed)
     return np.where(is_device, 1.0, np.where(is_host, 0.0, np.nan))
 

@@ -12,13 +12,12 @@ from rankscope.analysis.profiles.frames import Frame
 from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.verdicts.causes import FRAMES_SHOWN
 from rankscope.analysis.verdicts.stack_profiles import StackHistory, frames_in_excess
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, ranks
 from rankscope.analysis.verdicts.window_merge import merge_evidence
 from rankscope.analysis.verdicts.windows import EXCUSED_PHASES, JobWindow, StackProfile, step_phase
 
 TRAINING_PHASES = frozenset({*WAITING_PHASES, "input", "forward", "backward_code", "optimizer"})
-TRAINING_SHARE = 0.1  # of the samples of some rank
 PEERS_COMPARED = 64
 
 
@@ -47,21 +46,22 @@ def judge_stacks(
     thin = sorted(rank for rank, profile in profiles.items() if profile.samples < policy.stack_samples_needed)
     if thin:
         return StackVerdict(reason=f"fewer than {policy.stack_samples_needed} stack samples of rank {thin[0]}")
-    if any(sum(p.phase_shares.get(phase, 0.0) for phase in EXCUSED_PHASES) > 0.2 for p in profiles.values()):
+    excused = [sum(p.phase_shares.get(phase, 0.0) for phase in EXCUSED_PHASES) for p in profiles.values()]
+    if max(excused) > FIXED.stack_excused_share:
         return StackVerdict(reason="a checkpoint or a compilation is going on")
     training = [sum(p.phase_shares.get(phase, 0.0) for phase in TRAINING_PHASES) for p in profiles.values()]
-    if max(training) < TRAINING_SHARE:
+    if max(training) < FIXED.stack_training_share:
         return StackVerdict(reason="no training is seen in the stacks yet")  # imports, and what comes before the loop
     excess = {rank: _excess(rank, profiles, starved_shares, policy) for rank in profiles}
     ranked = sorted(profiles, key=lambda rank: excess[rank].excess_share, reverse=True)
     first, second = excess[ranked[0]], excess[ranked[1]]
     if first.excess_share < policy.stack_excess_share:
         return StackVerdict(samples=min(profile.samples for profile in profiles.values()))
-    if second.excess_share > 0.5 * first.excess_share:
+    if second.excess_share > FIXED.stack_second_share * first.excess_share:
         return StackVerdict(reason="several ranks differ from their peers; stacks alone cannot tell which is late")
     others = [_waiting(profiles[rank]) for rank in ranked[1:]]
     missing = min(others) - _waiting(profiles[ranked[0]])
-    if missing < 0.4 * first.excess_share:
+    if missing < FIXED.stack_waiting_share * first.excess_share:
         return StackVerdict(reason=f"rank {ranked[0]} differs from its peers, but does not wait less than they do")
     return StackVerdict(suspect=first)
 

@@ -17,6 +17,7 @@ import numpy as np
 from rankscope.analysis.profiles.frames import Frame, is_user_code
 from rankscope.analysis.stats.robust import Floats
 from rankscope.analysis.verdicts.stack_profiles import StackHistory
+from rankscope.analysis.verdicts.thresholds import FIXED
 from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, StackProfile
 
 # Reading stacks is most of what this costs.
@@ -27,10 +28,6 @@ WINDOWS_REMEMBERED = 16
 WINDOWS_ASKED_AFTER = 5
 RECORDINGS_NEEDED, RECORDINGS_COMPARED = 12, 4
 MAX_RECORDINGS, MAX_FRAMES = 500, 256
-# How much of a stall a line must explain, and how far from chance, in standard errors.
-EXPLAINED_RATIO = 0.4
-SCORE_NEEDED = 4.0
-SAMPLES_NEEDED = 6
 LINES_SHOWN = 3
 
 
@@ -108,7 +105,7 @@ class StallLines:
         """Lines of the user's own code that are seen more than before, by enough of the stalls."""
         seen = self._stacks.ranks[0]
         before = {frame[:3]: frame.own_share for frame in usual.frames}
-        needed = max(EXPLAINED_RATIO * stalled_share, SAMPLES_NEEDED / max(seen.samples, 1))
+        needed = max(FIXED.stall_line_share * stalled_share, FIXED.stall_line_samples / max(seen.samples, 1))
         working = (frame for frame in seen.frames if frame.phase not in self._waiting)
         new = {frame: frame.own_share - before.get(frame[:3], 0.0) for frame in working}
         lines = [frame for frame, more in new.items() if more >= needed and is_user_code(Frame(*frame[:3]))]
@@ -124,4 +121,4 @@ def _explained(stalled: Floats, seen: Mapping[int, float]) -> float:
     slope = float(np.cov(stalled, shares)[0, 1] / stalled.var(ddof=1))
     correlation = float(np.corrcoef(stalled, shares)[0, 1])
     score = correlation * sqrt((len(stalled) - 2) / max(1e-9, 1 - correlation * correlation))
-    return min(slope, 1.0) if slope >= EXPLAINED_RATIO and score >= SCORE_NEEDED else 0.0
+    return min(slope, 1.0) if slope >= FIXED.stall_line_share and score >= FIXED.stall_line_score else 0.0

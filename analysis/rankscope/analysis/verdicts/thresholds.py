@@ -1,8 +1,8 @@
 """Every threshold, once: name, default, unit and meaning.
 
-`Policy` is what the detector judges a job by. `AlertThresholds` is what only the Prometheus rules compare with.
-`FleetThresholds` is what `rankscope report fleet` compares with. The rules and docs/thresholds.md take their numbers
-from here: `make rules`."""
+`Policy` is what the detector judges a job by, `FixedThresholds` what it uses for all jobs alike. `AlertThresholds` is
+what only the Prometheus rules compare with. `FleetThresholds` is what `rankscope report fleet` compares with. The rules
+and docs/thresholds.md take their numbers from here: `make rules`."""
 
 from __future__ import annotations
 
@@ -166,6 +166,109 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class FixedThresholds:
+    """What turns figures into estimates: the same for all jobs."""
+
+    # Some of the queueing happens while a rank waits, and a checkpoint may be hidden from the device.
+    least_work_ratio: float = threshold(
+        0.1, "ratio", "Queueing and checkpoints leave at least this share of a rank's self time."
+    )
+    # Of 153 windows of healthy jobs, NCCL over sockets, two had more.
+    transfer_noise_ratio: float = threshold(
+        0.08, "ratio", "Members of a group do not wait when they differ by less than this share of the transfer."
+    )
+    wait_of_step_ratio: float = threshold(
+        1.02, "ratio", "A wait is not used from this ratio to its step: clocks and rounding explain less."
+    )
+    clock_difference_seconds: float = threshold(
+        0.25, "seconds", "Clocks of nodes are apart from a step and this much on."
+    )
+    impact_alike_ratio: float = threshold(
+        0.7, "ratio", "An impact and the slowdown of the job are alike from this ratio of one to the other."
+    )
+    token_excess_ratio: float = threshold(
+        0.15, "ratio", "Tokens explain a rank's excess up to this share beyond their own excess."
+    )
+    hotter_celsius: float = threshold(10.0, "°C", "A GPU is hotter than its peers from this difference on.")
+    throttle_named_share: float = threshold(
+        0.05, "ratio", "A reason of throttling is named from this share of the time."
+    )
+    # Hosts that enqueue ahead of their devices. One that waits in every step, in a full queue or because its loop
+    # synchronises, gets ahead by one step at most.
+    host_gained_steps: float = threshold(
+        3.0, "steps", "A host that got further ahead by this many steps did not wait in as many: its quickest."
+    )
+    host_quick_ratio: float = threshold(
+        0.9, "ratio", "The quickest steps of a host are its own below this share of the mean step."
+    )
+    host_not_ahead_steps: float = threshold(1.1, "steps", "A host that is ahead by less does not wait for its device.")
+    # 1.2 to 1.35 of hosts that never wait (H200, DDP and local SGD). A fault in some of the steps gives more.
+    host_usual_ratio: float = threshold(
+        1.25, "ratio", "The mean of a host's steps to its quickest, where the job does not show it."
+    )
+    host_varied_ratio: float = threshold(1.5, "ratio", "The largest such ratio that is taken from the job.")
+    # All are far ahead where their loop enqueues a step at once and then waits for it: the excess is somewhere else.
+    device_not_further_share: float = threshold(
+        0.2, "ratio", "A host far ahead shows no slow device if it is further than its peers by less of the excess."
+    )
+    device_whole_step_ratio: float = threshold(
+        1.1, "ratio", "A loop that synchronises every step is never ahead by this ratio of a step."
+    )
+    # Stalls.
+    late_share: float = threshold(0.05, "ratio", "A rank is late in a window from this share of what it lost.")
+    late_unknown_ratio: float = threshold(
+        0.2, "ratio", "Who was late is not known when this share of the ranks cannot tell."
+    )
+    late_known_share: float = threshold(
+        0.5, "ratio", "It is known nevertheless when the other ranks hold this share of the loss."
+    )
+    late_named_share: float = threshold(
+        0.25, "ratio", "Long steps of all ranks together are judged when this share of the loss is known."
+    )
+    stall_divided_share: float = threshold(
+        0.5, "ratio", "A rank with less of another's long steps has the rest in the next window."
+    )
+    stall_gaps: float = threshold(3.0, "gaps", "Stalls have ended when none came for this many of their usual gaps.")
+    stall_chance_of_one: float = threshold(
+        0.005, "probability", "One rank stalls when chance would give it its share less often."
+    )
+    stall_chance_of_all: float = threshold(
+        0.1, "probability", "Ranks stall in turn when chance would give one its share at least as often."
+    )
+    stall_quiet_ratio: float = threshold(
+        0.1, "ratio", "Stacks of a window show the usual when long steps take at most this share of it."
+    )
+    stall_line_share: float = threshold(0.4, "ratio", "A line must explain this share of a stall.")
+    stall_line_score: float = threshold(4.0, "standard errors", "A line must be this far from chance.")
+    stall_line_samples: int = threshold(6, "samples", "A line must be in this many samples.")
+    # Synchronous ranks differ by fewer steps, wherever the borders of windows fall.
+    stretch_steps: int = threshold(8, "steps", "Ranks are compared over stretches in which the slowest makes these.")
+    growth_steps: int = threshold(
+        3, "steps", "Ranks do not meet when they drift apart by this many steps from stretch to stretch."
+    )
+    server_steps_ratio: float = threshold(
+        0.1, "ratio", "A server makes as many steps as its workers together, up to this share."
+    )
+    server_frame_share: float = threshold(0.2, "ratio", "A line is why a server is slow from this share of its stacks.")
+    nccl_unchanged_seconds: float = threshold(
+        3.0, "seconds", "A rank is stuck when its GPU has not started or finished an operation for this long."
+    )
+    # Stacks alone, where no step is known.
+    stack_excused_share: float = threshold(
+        0.2, "ratio", "Ranks are not compared while one spends more of its time in a checkpoint or a compilation."
+    )
+    stack_training_share: float = threshold(
+        0.1, "ratio", "Ranks are compared when one spends this share of its time in training."
+    )
+    stack_second_share: float = threshold(
+        0.5, "ratio", "No rank is slow when a second one has more than this share of its excess."
+    )
+    stack_waiting_share: float = threshold(
+        0.4, "ratio", "A slow rank waits less than its peers by at least this share of its excess."
+    )
+
+
+@dataclass(frozen=True)
 class AlertThresholds:
     paging_impact_ratio: float = threshold(0.10, "ratio", "A slow rank pages from this share of the job's time.")
     mfu_of_best_hour_ratio: float = threshold(
@@ -240,6 +343,7 @@ class FleetThresholds:
 
 
 DEFAULT_POLICY = Policy()
+FIXED = FixedThresholds()
 ALERT_THRESHOLDS = AlertThresholds()
 FLEET_THRESHOLDS = FleetThresholds()
 
@@ -251,7 +355,7 @@ class Threshold(NamedTuple):
     meaning: str
 
 
-def table(of: type[Policy] | type[AlertThresholds] | type[FleetThresholds]) -> Iterator[Threshold]:
+def table(of: type[Policy | FixedThresholds | AlertThresholds | FleetThresholds]) -> Iterator[Threshold]:
     for one in fields(of):
         default: Any = one.default
         yield Threshold(one.name, default, **one.metadata)

@@ -10,12 +10,9 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, median_or_nan
 from rankscope.analysis.verdicts.slow_rank import Screen
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import ranks
 from rankscope.analysis.verdicts.windows import RankColumns
-
-# A rank with twice the tokens does not work more than twice as long, but for this.
-EXCESS_TOLERANCE = 0.15
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ def explained_by_tokens(columns: RankColumns, screen: Screen, policy: Policy) ->
         ratio = tokens / usual
         longer = screen.compared_seconds / screen.reference_seconds
     explained: Bools = (
-        screen.outlier & (ratio >= policy.rank_ratio) & (longer - 1 <= (1 + EXCESS_TOLERANCE) * (ratio - 1))
+        screen.outlier & (ratio >= policy.rank_ratio) & (longer - 1 <= (1 + FIXED.token_excess_ratio) * (ratio - 1))
     )
     return explained
 

@@ -31,8 +31,6 @@ PROCESS_COUNTERS = (
 PROBLEMS_LOOKED_AT = 64
 PROBLEMS_PER_RANK = 6
 PROBLEMS_IN_STANDARD = 3
-# Share of the step: less is the time that it takes to reach the device.
-DEVICE_BOUND_RATIO = 0.1
 MEMORY_KINDS = ("allocated", "reserved", "peak_allocated", "total")
 GROUP_KINDS = {
     ring_layout.GROUP_EXPOSED: "exposed",
@@ -148,8 +146,6 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
     Gauge("rankscope_rank_run_ahead_seconds",
         "The furthest the host was ahead of the device within a step, in the last window.",
         lambda rank: _optional(rank.window, "run_ahead_seconds")),
-    Gauge("rankscope_rank_device_bound", "1 if the host runs ahead of the device, 0 if the device waits for its host.",
-        lambda rank: _is_device_bound(rank.window)),
     Gauge("rankscope_rank_group_seconds",
         "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
         "the least in its group is waiting. group is equal on all members.", lambda rank: _group_seconds(rank),
@@ -247,12 +243,6 @@ def _seconds_since_step(window: RankWindow) -> float | None:
 
 def _statistics(statistics: StepStatistics) -> Mapping[str, float]:
     return {"p50": statistics.p50, "p90": statistics.p90} if statistics.ListFields() else {}
-
-
-def _is_device_bound(window: RankWindow) -> bool | None:
-    if not window.HasField("run_ahead_seconds") or not window.step_seconds.mean > 0:
-        return None
-    return window.run_ahead_seconds >= DEVICE_BOUND_RATIO * window.step_seconds.mean
 
 
 def _group_seconds(rank: _Rank) -> Mapping[tuple[str, str], float]:

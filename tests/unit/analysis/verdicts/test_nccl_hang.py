@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rankscope.analysis.verdicts.hang import find_hang
-from rankscope.analysis.verdicts.nccl_hang import MIN_UNCHANGED_SECONDS
-from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED
 from rankscope.analysis.verdicts.verdict import Verdict, headline
 from rankscope.analysis.verdicts.windows import Communicator, NcclOperation, Stall
 
@@ -276,7 +275,7 @@ def test_a_plugin_on_some_ranks_names_only_what_reports() -> None:
         {"size": 5},
         {"number": WORLD + 1},
         {"unchanged_seconds": float("nan")},
-        {"unchanged_seconds": MIN_UNCHANGED_SECONDS - 1},
+        {"unchanged_seconds": FIXED.nccl_unchanged_seconds - 1},
     ],
 )
 def test_rows_that_do_not_fit_accuse_nobody(forged: dict[str, float]) -> None:
