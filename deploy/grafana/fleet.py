@@ -82,8 +82,8 @@ def _numbers() -> list[Panel]:
 def _jobs() -> Panel:
     step = f'quantile by ({RUN}) (0.5, rankscope_rank_step_seconds{{{JOBS},stat="p50"}})'
     mfu = f"avg by ({RUN}) (rankscope_rank_mfu_ratio{{{JOBS}}})"
-    exposed = f"avg by ({RUN}) ({queries.wait_ratio(JOBS, JOBS)})"
-    worst = f"max by ({RUN}) ({queries.self_ratio(JOBS, JOBS)})"
+    exposed = f"avg by ({RUN}) ({queries.wait_ratio(JOBS)})"
+    worst = f"max by ({RUN}) ({queries.self_ratio(JOBS)})"
     lost = f"max by ({RUN}, verdict) (rankscope_job_lost_gpu_seconds_total{{{JOBS}}})"
     columns = [
         (f"sum by ({RUN}) ({lost}) / 3600", "Lost GPU-hours"),
@@ -150,7 +150,7 @@ def _mfu() -> Panel:
 
 
 def _exposed() -> Panel:
-    alone = f"avg by ({RUN}) ({queries.wait_ratio(JOBS, JOBS)})"
+    alone = f"avg by ({RUN}) ({queries.wait_ratio(JOBS)})"
     return timeseries(
         "Exposed communication by job, highest",
         f"Share of the step spent waiting for others, mean of the ranks; the {SHOWN} highest.",

@@ -3,6 +3,11 @@ claims to be somebody else's rank must not make a panel fail (many-to-many match
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import yaml
+
 from deploy.grafana.panels import BAD, GOOD, NOTICE, WARN, Threshold
 from rankscope.analysis.verdicts.thresholds import ALERT_THRESHOLDS, DEFAULT_POLICY
 
@@ -32,52 +37,53 @@ EXPOSED: tuple[Threshold, ...] = (
     (0.5, BAD),
 )
 SEVERITIES = {"none": GOOD, "warning": WARN, "alarm": BAD}
+_GROUPS = yaml.safe_load((Path(__file__).resolve().parents[2] / "rules" / "recording.yaml").read_text())["groups"]
+_RULES = {rule["record"]: " ".join(rule["expr"].split()) for group in _GROUPS for rule in group["rules"]}
 # The parts that make up a step and do not overlap.
 PARTS = "input|forward|backward|optimizer|checkpoint|other|wait"
 
 
-def with_cohort(value: str, ranks: str = JOB) -> str:
-    """`value`, of which every rank has one, with the pipeline stage as a label."""
-    info = f"group by ({RUN}, rank, pipeline) (rankscope_rank_info{{{ranks}}})"
-    return f"({info} * on ({RUN}, rank) group_left () max by ({RUN}, rank) ({value}))"
+def recorded(name: str, ranks: str = JOB) -> str:
+    """What a recording rule computes, of the chosen ranks, from their latest samples instead of two minutes of them. So
+    dashboards do not need the rules."""
+
+    def chosen(found: re.Match[str]) -> str:
+        labels = ",".join(filter(None, (ranks, found[2])))
+        return f"({recorded(found[1], labels)})" if ":" in found[1] else f"{found[1]}{{{labels}}}"
+
+    latest = re.sub(r"(?:quantile_over_time\(0\.5, |last_over_time\()([^\[]+)\[\w+\]\)", r"\1", _RULES[name])
+    return re.sub(r"([a-z]+:\w+:\w+|rankscope_\w+)(?:\{([^}]*)\})?", chosen, latest)
 
 
-def self_seconds(values: str = JOB, members: str = JOB) -> str:
-    """Self time of each rank; of one that does not know it, the step less what its groups say that it waits."""
-    known = f'max by ({RUN}, rank) (rankscope_rank_self_seconds{{{values},stat="p50"}})'
-    return f"({known} or clamp_min({_step_seconds(values)} - {_group_wait(values, members)}, 0))"
+def self_seconds(ranks: str = JOB) -> str:
+    """Self time of each rank, with its pipeline stage as a label."""
+    return f"({recorded('rank:rankscope_rank_self_seconds:median2m', ranks)})"
 
 
-def _step_seconds(values: str) -> str:
-    return f'max by ({RUN}, rank) (rankscope_rank_step_seconds{{{values},stat="p50"}})'
-
-
-def _group_wait(values: str, members: str) -> str:
-    """What each rank that is timed on a device waits in a step, as rules/recording.yaml has it. `members` chooses all
-    ranks of the groups."""
-    spans = 'rankscope_rank_group_seconds{%s,kind=~"%s"}'
-    counted = f"max by ({RUN}, rank, group, kind) ({spans % (values, 'exposed|ddp|point_to_point')})"
-    compared = f"max by ({RUN}, rank, group, kind) ({spans % (values, 'overlapped|recorder|nccl')})"
-    least = f"min by ({RUN}, group, kind) ({spans % (members, 'overlapped|recorder|nccl')})"
-    return f"sum by ({RUN}, rank) ({counted} or ({compared} - on ({RUN}, group, kind) group_left () {least}))"
-
-
-def self_ratio(values: str = JOB, ranks: str = JOB) -> str:
+def self_ratio(ranks: str = JOB) -> str:
     """Self time of each rank against the median of its pipeline stage, or of the job where stages are not known."""
-    own = with_cohort(self_seconds(values, values), ranks)
+    own = self_seconds(ranks)
     return f"{own} / on ({RUN}, pipeline) group_left () quantile by ({RUN}, pipeline) (0.5, {own})"
+
+
+def of_rank(value: str) -> str:
+    """`value` of the chosen rank, where the other ranks are needed to compute it."""
+    return f"({value} and on ({RUN}, rank) rankscope_rank_info{{{ONE_RANK}}})"
 
 
 def cohort_of_rank(value: str) -> str:
     """`value` of the ranks that are in the same pipeline stage as the chosen one, itself included."""
-    return f"{with_cohort(value)} and on ({RUN}, pipeline) rankscope_rank_info{{{ONE_RANK}}}"
+    info = f"group by ({RUN}, rank, pipeline) (rankscope_rank_info{{{JOB}}})"
+    with_stage = f"({info} * on ({RUN}, rank) group_left () max by ({RUN}, rank) ({value}))"
+    return f"{with_stage} and on ({RUN}, pipeline) rankscope_rank_info{{{ONE_RANK}}}"
 
 
-def wait_ratio(values: str = JOB, members: str = JOB) -> str:
+def wait_ratio(ranks: str = JOB) -> str:
     """Share of its time that each rank waits for others."""
-    wait = f'max by ({RUN}, rank) (rate(rankscope_rank_cause_seconds_total{{{values},cause="wait"}}{RATE}))'
-    own = f'max by ({RUN}, rank) (rate(rankscope_rank_cause_seconds_total{{{values},cause="self"}}{RATE}))'
-    on_device = f"clamp_max({_group_wait(values, members)} / {_step_seconds(values)}, 1)"
+    wait = f'max by ({RUN}, rank) (rate(rankscope_rank_cause_seconds_total{{{ranks},cause="wait"}}{RATE}))'
+    own = f'max by ({RUN}, rank) (rate(rankscope_rank_cause_seconds_total{{{ranks},cause="self"}}{RATE}))'
+    step = f'max by ({RUN}, rank) (rankscope_rank_step_seconds{{{ranks},stat="p50"}})'
+    on_device = f"clamp_max({recorded('rank:rankscope_rank_group_wait_seconds:sum', ranks)} / {step}, 1)"
     return f"({wait} / ({wait} + {own}) or {on_device})"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from deploy.grafana import queries
 from deploy.grafana.laying_out import RANK, THIS_RUN, Line, dashboard, run_variables, to_job, to_node, variable
 from deploy.grafana.panels import BAD, GOOD, Panel, Query, linked, numbers_as_words, stat, table, timeseries
-from deploy.grafana.queries import ONE_RANK, RATE, RUN, gpu_of_rank, gpus_of_job
+from deploy.grafana.queries import ONE_RANK, RATE, gpu_of_rank, gpus_of_job
 
 COHORT, PEERS = "cohort, median", "GPUs of the job, median"
 
@@ -35,8 +35,8 @@ def rank() -> dict[str, Any]:
 
 
 def _numbers() -> list[Panel]:
-    ratio = f"({queries.self_ratio()}) and on ({RUN}, rank) rankscope_rank_info{{{ONE_RANK}}}"
-    wait = queries.wait_ratio(ONE_RANK)
+    ratio = queries.of_rank(queries.self_ratio())
+    wait = queries.of_rank(queries.wait_ratio())
     return [
         stat(
             "Self time against its cohort",
@@ -95,7 +95,7 @@ def _identity() -> Panel:
 
 
 def _self() -> Panel:
-    own = queries.self_seconds(ONE_RANK)
+    own = queries.of_rank(queries.self_seconds())
     cohort = queries.cohort_of_rank(queries.self_seconds())
     return timeseries(
         "Self time",
