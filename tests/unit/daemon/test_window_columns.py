@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.window_columns import (
-    FIGURES,
-    LONGEST_SECONDS,
-    columns,
-    pack,
-    plausible_seconds,
-    unpack,
-)
+from rankscope.analysis.verdicts import figures
+from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
+from rankscope.analysis.verdicts.window_columns import FIGURES, columns, pack, plausible_seconds, unpack
+from rankscope.analysis.verdicts.windows import RankColumns
+from rankscope.daemon.samples import StepColumns
 from rankscope.daemon.windows.window import window_columns
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.v1.rank_service_pb2 import EncodedColumns, EncodedRanks, WatchRanksResponse, WindowColumns
@@ -63,7 +62,7 @@ def test_columns_of_older_and_newer_daemons_are_found_by_name() -> None:
     assert unpack("steps", b"", 0) == [] and pack([]) == ("", b"")
 
 
-@pytest.mark.parametrize("seconds", [-1.0, np.inf, -np.inf, 1e300, LONGEST_SECONDS * 1.01])
+@pytest.mark.parametrize("seconds", [-1.0, np.inf, -np.inf, 1e300, MAX_STEP_SECONDS * 1.01])
 def test_what_cannot_be_is_not_measured_wherever_it_comes_from(seconds: float) -> None:
     assert np.isnan(plausible_seconds(np.array([seconds, np.nan]))).all()
     names, values = pack([{"steps": 3.0, "step_seconds": 0.1, "self_seconds": seconds, "steps_total": seconds * 1e12}])
@@ -97,3 +96,14 @@ def test_a_table_that_does_not_match_the_windows_is_refused(ranks: int, names: s
 def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(ValueError, match="no message"):
         DaemonMessage("a", b"\xff\xff")
+
+
+def test_rules_read_the_figures_that_the_table_names() -> None:
+    read = {field.name for field in fields(RankColumns)} - {"job", "rank", "stage", "place"}
+    assert read == {figure.name for figure in figures.OF_RULES}
+
+
+def test_windows_and_samples_have_the_figures_they_hold() -> None:
+    window, sample = set(RankWindow.DESCRIPTOR.fields_by_name), {field.name for field in fields(StepColumns)}
+    assert window >= set(figures.held(figures.FIELD, figures.QUANTILES, figures.MEAN))
+    assert sample | {"self_seconds"} == set(figures.held(figures.QUANTILES, figures.MEAN))

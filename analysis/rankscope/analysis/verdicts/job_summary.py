@@ -66,25 +66,24 @@ def summarize(columns: RankColumns, screen: Screen, job_count: int) -> list[JobS
     waited_ratio = np.clip(waited / steps, 0.0, 1.0)
     input_ratio = np.clip(columns.input_seconds / steps, 0.0, 1.0)
     excess_ratio = (screen.compared_seconds - screen.reference_seconds) / steps
-    table = np.column_stack(
-        [
-            median(steps),
-            median(columns.self_seconds),
-            median(columns.starved_seconds),
-            mean(waited_ratio),
-            grouped_max(excess_ratio, job, job_count),
-            least_transfer,
-            median(columns.self_spread_ratio),
-            median(input_ratio),
-            median(columns.mfu_ratio),
-            grouped_min(columns.steps, job, job_count),
-            count(~np.isnan(screen.compared_seconds)),
-            count(screen.outlier),
-            grouped_max(screen.cohort_spread, job, job_count),
-            grouped_min(screen.rank_ratio, job, job_count),
-            grouped_min(stage, job, job_count) >= 0,
-            grouped_max(stage, job, job_count),
-            median(columns.long_seconds),
-        ]
-    )
+    figures = {
+        "step_seconds": median(steps),
+        "self_seconds": median(columns.self_seconds),
+        "starved_seconds": median(columns.starved_seconds),
+        "mean_waited_ratio": mean(waited_ratio),
+        "slowest_excess_ratio": grouped_max(excess_ratio, job, job_count),
+        "least_transfer_seconds": least_transfer,
+        "self_spread_ratio": median(columns.self_spread_ratio),
+        "input_ratio": median(input_ratio),
+        "mfu_ratio": median(columns.mfu_ratio),
+        "fewest_steps": grouped_min(columns.steps, job, job_count),
+        "ranks_measured": count(~np.isnan(screen.compared_seconds)),
+        "outliers": count(screen.outlier),
+        "widest_cohort_spread": grouped_max(screen.cohort_spread, job, job_count),
+        "rank_ratio": grouped_min(screen.rank_ratio, job, job_count),
+        "stages_known": grouped_min(stage, job, job_count) >= 0,
+        "last_stage": grouped_max(stage, job, job_count),
+        "long_seconds": median(columns.long_seconds),
+    }
+    table = np.column_stack([figures[name] for name in JobSummary._fields])
     return [JobSummary(*row) for row in table.tolist()]

@@ -1,60 +1,41 @@
 """The table in which a daemon sends the figures of its windows: a row per rank, a column per figure.
 
-A figure has one name, that of `RankColumns`, from the daemon to the rules. Columns are found by name, so that a newer
-operator reads an older daemon and the reverse. Numbers of containers and daemons are bounded here and nowhere else."""
+A figure has one name (figures.py) from the daemon to the rules. Columns are found by name, so that a newer operator
+reads an older daemon and the reverse. What is out of bounds is dropped here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import lru_cache
 
 import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints
-from rankscope.analysis.verdicts.windows import RankColumns
+from rankscope.analysis.verdicts import figures
+from rankscope.analysis.verdicts.figures import MAX_COUNT, MAX_STEP_SECONDS
 
 # Process groups of a rank that are sent, and what is sent of each.
 GROUPS = 8
-GROUP_FIGURES = ("number", "kind", "seconds", "step_seconds")
-RANK_FIGURES = tuple(column.name for column in fields(RankColumns))[4:]  # after the keys
-# Shown to people; no rule reads them. Those of a GPU are there for ranks that use exactly one.
-SHOWN_FIGURES = (
-    *("communication_seconds", "cpu_ratio", "resident_bytes", "memory_allocated_bytes"),
-    *("gpu_utilization_ratio", "gpu_tensor_active_ratio", "gpu_sm_clock_hertz", "gpu_power_watts"),
-    *("gpu_temperature_celsius", "gpu_throttled_ratio", "gpu_memory_used_bytes"),
-)
-FIGURES = (
-    *RANK_FIGURES,
-    *("steps_total", "last_step_unix_seconds", "is_captured", "host_quick_seconds", "host_gained_steps"),
-    *SHOWN_FIGURES,
-    *(f"group{number}_{name}" for number in range(GROUPS) for name in GROUP_FIGURES),
-)
-
-# What a container or a daemon claims beyond these is no measurement, and would become infinite in a ratio or a sum. No
-# step lasts longer than a day.
-LONGEST_SECONDS = 86_400.0
-LARGEST_COUNT = 2.0**53
-SHORTEST_STEP_SECONDS = 1e-9
-NAMES_LIMIT_CHARACTERS = 16 << 10
-_COUNTS = {
-    "steps",
-    "self_steps",
-    "tokens_per_step",
-    "steps_total",
-    "last_step_unix_seconds",
-    *(name for name in SHOWN_FIGURES if name.endswith(("_bytes", "_hertz"))),
-    *(f"group{number}_number" for number in range(GROUPS)),
+GROUP_FIGURES = {"number": MAX_COUNT, **dict.fromkeys(("kind", "seconds", "step_seconds"), MAX_STEP_SECONDS)}
+_MAXIMUM = {figure.name: figure.maximum for figure in figures.FIGURES.values()} | {
+    f"group{number}_{name}": maximum for number in range(GROUPS) for name, maximum in GROUP_FIGURES.items()
 }
-_LARGEST = np.array([[LARGEST_COUNT if name in _COUNTS else LONGEST_SECONDS] for name in FIGURES])
+FIGURES = tuple(_MAXIMUM)
+# The rows of the table that rules read.
+RULE_FIGURES = tuple(figure.name for figure in figures.OF_RULES)
+
+MIN_STEP_SECONDS = 1e-9
+MAX_NAMES_CHARACTERS = 16 << 10
+_MAXIMA = np.array([[maximum] for maximum in _MAXIMUM.values()])
 _PLACE = {name: place for place, name in enumerate(FIGURES)}
+_OF_STEPS = [_PLACE[name] for name in RULE_FIGURES if name != "steps"]
 _ROW_BYTES = 8 * len(FIGURES)
 
 
 def plausible_seconds(seconds: Floats) -> Floats:
     """The column with NaN in place of what cannot be a duration."""
     with np.errstate(invalid="ignore"):
-        return np.where((seconds >= 0) & (seconds <= LONGEST_SECONDS), seconds, np.nan)
+        return np.where((seconds >= 0) & (seconds <= MAX_STEP_SECONDS), seconds, np.nan)
 
 
 def pack(rows: Sequence[Mapping[str, float]]) -> tuple[str, bytes]:
@@ -66,7 +47,7 @@ def pack(rows: Sequence[Mapping[str, float]]) -> tuple[str, bytes]:
 
 def is_table(names: str, values: bytes, rows: int) -> bool:
     """Whether it is one of so many rows."""
-    return len(names) <= NAMES_LIMIT_CHARACTERS and len(values) == 8 * rows * len(names.split())
+    return len(names) <= MAX_NAMES_CHARACTERS and len(values) == 8 * rows * len(names.split())
 
 
 def unpack(names: str, values: bytes, rows: int) -> list[bytes]:
@@ -92,7 +73,7 @@ def columns(rows: Sequence[bytes]) -> Floats:
     to."""
     table: Floats = np.frombuffer(b"".join(rows), dtype="<f8").reshape(len(rows), len(FIGURES)).T.copy()
     with np.errstate(invalid="ignore"):
-        table[~((table >= 0) & (table <= _LARGEST))] = np.nan
-        has_steps = (table[_PLACE["steps"]] > 0) & (table[_PLACE["step_seconds"]] >= SHORTEST_STEP_SECONDS)
-    table[1 : len(RANK_FIGURES), ~has_steps] = np.nan
+        table[~((table >= 0) & (table <= _MAXIMA))] = np.nan
+        has_steps = (table[_PLACE["steps"]] > 0) & (table[_PLACE["step_seconds"]] >= MIN_STEP_SECONDS)
+    table[np.ix_(_OF_STEPS, ~has_steps)] = np.nan
     return table

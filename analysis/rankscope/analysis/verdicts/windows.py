@@ -27,10 +27,8 @@ def step_phase(stack_phase: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankColumns:
-    """A row per rank; seconds are per step. NaN means that it was not measured.
-
-    Self time, waiting, transfer and checkpoint are those of usual steps: what the few long steps took beyond them is
-    in `long_seconds`."""
+    """A row per rank; seconds are per step. NaN means that it was not measured. After the keys, the figures of rules
+    (figures.py)."""
 
     job: Ints
     rank: Ints
@@ -40,25 +38,25 @@ class RankColumns:
     step_seconds: Floats
     self_seconds: Floats
     wait_seconds: Floats
-    transfer_seconds: Floats  # a low quantile of `wait`: what it costs even the rank that comes last
-    self_steps: Floats  # steps that `self_seconds` is the mean of; NaN: all
-    self_spread_ratio: Floats  # the rank's own slow steps (p90) against its own fast ones (p10)
+    transfer_seconds: Floats
+    self_steps: Floats
+    self_spread_ratio: Floats
     input_seconds: Floats
     forward_seconds: Floats
     backward_seconds: Floats
     optimizer_seconds: Floats
     checkpoint_seconds: Floats
     other_seconds: Floats
-    starved_seconds: Floats  # runnable but not running: run queue, quota, stop signal
-    host_seconds: Floats  # the host's time for a step; NaN where the step itself is timed by the host's clock
-    run_ahead_seconds: Floats  # enqueued work that the device had yet to do, at the furthest point of a step
+    starved_seconds: Floats
+    host_seconds: Floats
+    run_ahead_seconds: Floats
     mfu_ratio: Floats
-    long_seconds: Floats  # in steps of twice the usual length, beyond that
-    late_seconds: Floats  # of it, by this rank: neither waiting nor a checkpoint
-    long_ratio: Floats  # of the steps, that were long
-    late_ratio: Floats  # of the steps, that were long because of this rank
-    late_ahead_seconds: Floats  # of `late_seconds`, by how much its host got further ahead meanwhile
-    tokens_per_step: Floats  # that the rank works on, where its program counts them
+    long_seconds: Floats
+    late_seconds: Floats
+    long_ratio: Floats
+    late_ratio: Floats
+    late_ahead_seconds: Floats
+    tokens_per_step: Floats
 
     def __len__(self) -> int:
         return len(self.rank)

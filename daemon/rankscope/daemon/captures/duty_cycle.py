@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 from google.protobuf.message import Message
 
+from rankscope.analysis.verdicts.figures import PARTS_OF_SELF
 from rankscope.analysis.verdicts.window_columns import plausible_seconds
 from rankscope.daemon.captures.kineto.backend import KinetoBackend, seconds_to_record
 from rankscope.daemon.captures.kineto.endpoint import Endpoint
@@ -30,7 +31,7 @@ from rankscope.daemon.captures.request import slowdown_objection
 from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import Column, RankKey, RankProcess, self_seconds
-from rankscope.daemon.windows.window import PARTS_OF_SELF, STATISTICS, statistics_of
+from rankscope.daemon.windows.window import STATISTICS, statistics_of
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 

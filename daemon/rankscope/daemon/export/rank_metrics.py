@@ -11,15 +11,15 @@ from google.protobuf.message import Message
 from prometheus_client.metrics_core import Metric as Family
 
 from rankscope.analysis.profiles.phases import OTHER, PHASES
+from rankscope.analysis.verdicts.figures import CAUSES, FIGURES
 from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section
 from rankscope.common.run_names import run_labels
 from rankscope.daemon.samples import Problem
 from rankscope.daemon.steps.nccl_bandwidth import ALGORITHMS, FUNCTIONS, PROTOCOLS
-from rankscope.daemon.windows.window import late_seconds, measured, step_means
+from rankscope.daemon.windows.window import held_figures, late_seconds, measured
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow, StepStatistics
 
-CAUSES = ("self", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint", "other")
 PROCESS_COUNTERS = (
     "cpu_seconds",
     "run_delay_seconds",
@@ -87,9 +87,8 @@ def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
 
 def _cause_seconds(window: RankWindow) -> Mapping[str, float]:
     """Of all steps of the window: the window holds means per step."""
-    means = step_means(window)
-    names = {cause: f"{cause}_seconds" for cause in CAUSES}
-    return {cause: means[name] * window.steps for cause, name in names.items() if name in means}
+    means = held_figures(window)
+    return {cause: means[name] * window.steps for cause, name in CAUSES.items() if name in means}
 
 
 def _collective_bytes(before: Mapping[tuple[str, str], float], window: RankWindow) -> Mapping[tuple[str, str], float]:
@@ -129,23 +128,20 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
         "the parallel layout. A label is empty where it is not known.", lambda rank: _rank_info(rank.window),
         dict.fromkeys(("node", "run_pod", "gpu", "world_size", "pid", "attempt", "pipeline", "tensor", "data"), ANY)),
     Gauge("rankscope_rank_up", "1 if any source could measure the rank.", lambda rank: bool(rank.window.sources)),
-    Counter("rankscope_rank_steps_total", "Steps since the process began.",
+    Counter("rankscope_rank_steps_total", FIGURES["steps_total"].definition,
         lambda rank: _optional(rank.window, "steps_total")),
     Gauge("rankscope_rank_seconds_since_step", "Time since the last step ended.",
         lambda rank: _seconds_since_step(rank.window)),
     Gauge("rankscope_rank_stalled", "1 while the rank makes no progress.",
         lambda rank: rank.window.HasField("stall") if rank.window.sources else None),
-    Gauge("rankscope_rank_step_seconds",
-        "Step time in the last window. In synchronous training it is the same on every rank.",
+    Gauge("rankscope_rank_step_seconds", FIGURES["step_seconds"].definition,
         lambda rank: _statistics(rank.window.step_seconds), {"stat": ("p50", "p90")}),
-    Gauge("rankscope_rank_self_seconds", "Step time less waiting on others, in the last window. The one to compare.",
+    Gauge("rankscope_rank_self_seconds", FIGURES["self_seconds"].definition,
         lambda rank: _statistics(rank.window.self_seconds), {"stat": ("p50", "p90")}),
     Gauge("rankscope_rank_host_seconds",
-        "What a step took on the host, where step time is the device's. It says nothing about the step by itself.",
-        lambda rank: _optional(rank.window, "host_seconds"), standard=FULL_ONLY),
+        FIGURES["host_seconds"].definition, lambda rank: _optional(rank.window, "host_seconds"), standard=FULL_ONLY),
     Gauge("rankscope_rank_run_ahead_seconds",
-        "The furthest the host was ahead of the device within a step, in the last window.",
-        lambda rank: _optional(rank.window, "run_ahead_seconds")),
+        FIGURES["run_ahead_seconds"].definition, lambda rank: _optional(rank.window, "run_ahead_seconds")),
     Gauge("rankscope_rank_group_seconds",
         "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
         "the least in its group is waiting. group is equal on all members.", lambda rank: _group_seconds(rank),
@@ -162,8 +158,7 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
     Gauge("rankscope_rank_nccl_cost_ratio",
         "Share of a step that asking NCCL for its times costs, measured in the job. Noise may make it negative.",
         lambda rank: _optional(rank.window, "nccl_cost_ratio"), standard=FULL_ONLY),
-    Gauge("rankscope_rank_tokens_per_step",
-        "Tokens that this rank works on in a step, as its program counts them: those of its experts.",
+    Gauge("rankscope_rank_tokens_per_step", FIGURES["tokens_per_step"].definition,
         lambda rank: _optional(rank.window, "tokens_per_step"), standard=FULL_ONLY),
     Gauge("rankscope_rank_model_flops_per_step",
         "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
@@ -172,15 +167,15 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
         "Peak of the rank's device: declared, or dense bf16 by the device's name.",
         lambda rank: _optional(rank.window, "peak_flops_per_second")),
     Gauge("rankscope_rank_mfu_ratio",
-        "Model FLOPs utilisation in the last window. Absent unless the FLOPs and the peak are known.",
-        lambda rank: _optional(rank.window, "mfu_ratio")),
+        FIGURES["mfu_ratio"].definition, lambda rank: _optional(rank.window, "mfu_ratio")),
     Gauge("rankscope_rank_device_memory_bytes",
         "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only.",
         lambda rank: {kind: _optional(rank.window.memory, f"{kind}_bytes") for kind in MEMORY_KINDS},
         {"kind": MEMORY_KINDS}),
     Counter("rankscope_rank_cause_seconds_total",
         "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up.",
-        lambda rank: {cause: rank.report.totals.cause_seconds.get(cause) for cause in CAUSES}, {"cause": CAUSES}),
+        lambda rank: {cause: rank.report.totals.cause_seconds.get(cause) for cause in CAUSES},
+        {"cause": tuple(CAUSES)}),
     Counter("rankscope_rank_long_step_seconds_total",
         "Time of steps of at least twice the usual length, beyond the usual. Such steps are few.",
         lambda rank: rank.report.totals.long_seconds, standard=FULL_ONLY),
@@ -201,7 +196,7 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
         lambda rank: rank.report.totals.process.get("involuntary_switches"), standard=FULL_ONLY),
     Counter("rankscope_rank_voluntary_switches_total", "Times the process gave the CPU up.",
         lambda rank: rank.report.totals.process.get("voluntary_switches"), standard=FULL_ONLY),
-    Gauge("rankscope_rank_resident_bytes", "Memory of the process.",
+    Gauge("rankscope_rank_resident_bytes", FIGURES["resident_bytes"].definition,
         lambda rank: _optional(rank.window.process, "resident_bytes")),
     Gauge("rankscope_rank_threads", "Threads of the process.", lambda rank: _optional(rank.window.process, "threads"),
         standard=FULL_ONLY),

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.verdicts.window_columns import LONGEST_SECONDS
+from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
 from rankscope.analysis.verdicts.windows import Communicator
 from rankscope.daemon.samples import CollectiveRate, GroupSpan
 from rankscope.daemon.steps import nccl_reader
@@ -140,7 +140,7 @@ def operations(records: Table, communicators: Table) -> Operations:
     np.minimum.at(ahead, row[is_right], (seen - stop)[is_right])
     is_tied = np.abs(ahead[row]) < CLOCK_AT_MOST_NS
     stop = np.where(is_right | ~is_tied, stop, seen - ahead[row])
-    is_good = is_tied & (start > 0) & (stop >= start) & (stop - start <= LONGEST_SECONDS * 1e9)
+    is_good = is_tied & (start > 0) & (stop >= start) & (stop - start <= MAX_STEP_SECONDS * 1e9)
     is_message = np.isin(records["function"], _MESSAGES)
     made = Operations(records["number"], record, row, is_message, start + ahead[row], stop + ahead[row])
     return made.take(is_good)

@@ -9,7 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.verdicts.window_columns import LONGEST_SECONDS, plausible_seconds
+from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
+from rankscope.analysis.verdicts.window_columns import plausible_seconds
 from rankscope.common.text import printable
 from rankscope.daemon.samples import Column, GroupSpan, StepColumns
 from rankscope.probe import ring_layout
@@ -46,7 +47,7 @@ def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int)
 
 def plausible(records: npt.NDArray[np.void], ends: npt.NDArray[np.int64], now_unix_nanos: int) -> Mask:
     span = records["span_ns"]
-    good: Mask = (span >= 0) & (span <= LONGEST_SECONDS * 1e9) & (records["steps"] > 0)
+    good: Mask = (span >= 0) & (span <= MAX_STEP_SECONDS * 1e9) & (records["steps"] > 0)
     good &= (ends >= 0) & (ends <= now_unix_nanos + FUTURE_NS)
     return good
 
@@ -153,7 +154,7 @@ def range_seconds(table: npt.NDArray[np.void] | None, before: RangeTotals) -> tu
     found = {}
     for name, (steps, seconds) in totals.items():
         new = seconds - before.get(name, (0, 0.0))[1]
-        if steps > steps_before and 0 < new <= (steps - steps_before) * LONGEST_SECONDS:
+        if steps > steps_before and 0 < new <= (steps - steps_before) * MAX_STEP_SECONDS:
             found[name] = new / (steps - steps_before)
     return dict(sorted(found.items(), key=lambda item: -item[1])), totals
 

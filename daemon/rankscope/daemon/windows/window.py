@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from google.protobuf.message import Message
 
+from rankscope.analysis.verdicts.figures import FIELD, FIGURES, MEAN, PARTS_OF_SELF, QUANTILES, held
 from rankscope.analysis.verdicts.network import NodeNetwork
 from rankscope.analysis.verdicts.window_columns import GROUP_FIGURES, GROUPS, pack
 from rankscope.common.text import printable
@@ -61,9 +62,8 @@ MEASURED = (
     "temperature_celsius",
     "estimated_flops_per_second",
 )
-SHOWN_OF_GPU = (
-    *("utilization_ratio", "tensor_active_ratio", "sm_clock_hertz", "power_watts", "temperature_celsius"),
-    "memory_used_bytes",
+SHOWN_OF_GPU = tuple(
+    name for figure in FIGURES if (name := figure.removeprefix("gpu_")) in GpuUsage.DESCRIPTOR.fields_by_name
 )
 NETWORK_NAME_CHARACTERS = 64
 NCCL_FACTS = tuple(NcclLog.DESCRIPTOR.fields_by_name)
@@ -123,12 +123,9 @@ PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
 # A file name with a line break can forge lines of py-spy's output, with any count.
 COUNT_AT_MOST = (1 << 32) - 1
-# Columns of a step, by the form in which a window holds them.
-STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
-PARTS_OF_SELF = ("input_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "checkpoint_seconds")
+# Figures by the form in which a window holds them.
+STATISTICS, MEANS, FIELDS = held(QUANTILES), held(MEAN), held(MEAN, FIELD)
 USUAL = ("usual_wait_seconds", "usual_self_seconds", "usual_checkpoint_seconds")
-MEANS = ("communication_seconds", *PARTS_OF_SELF, "host_seconds", "run_ahead_seconds")
-HOST_PACE = ("host_quick_seconds", "host_gained_steps")
 SOURCES_OF_WAIT = {
     ring_layout.GROUP_NCCL: "NCCL",
     ring_layout.GROUP_DDP: "ddp timers",
@@ -298,7 +295,7 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
     if sample.host_pace is not None:
         window.host_quick_seconds = sample.host_pace.quick_seconds
         window.host_gained_steps = sample.host_pace.gained_steps
-        names += HOST_PACE
+        names += ("host_quick_seconds", "host_gained_steps")
     if sample.facts.tokens_per_step is not None:
         window.tokens_per_step = sample.facts.tokens_per_step
         names.append("tokens_per_step")
@@ -316,11 +313,11 @@ def measured(message: Message, names: Sequence[str]) -> dict[str, float]:
     return {name: float(getattr(message, name)) for name in names if message.HasField(name)}
 
 
-def step_means(window: RankWindow) -> dict[str, float]:
-    """The known durations of a step, by field name."""
+def held_figures(window: RankWindow) -> dict[str, float]:
+    """The known figures that have a field of their own; of those with quantiles, the mean."""
     known: Message = window
     statistics = {name: float(getattr(window, name).mean) for name in STATISTICS if known.HasField(name)}
-    return statistics | measured(window, (*MEANS, "other_seconds"))
+    return statistics | measured(window, FIELDS)
 
 
 def _wait_source(window: RankWindow, sample: StepSample) -> str:
@@ -427,7 +424,7 @@ def window_columns(windows: Sequence[RankWindow], span: Span) -> WindowColumns:
 
 
 def _column_values(window: RankWindow) -> dict[str, float]:
-    row = step_means(window) | measured(window, ("steps", "steps_total", "mfu_ratio", "tokens_per_step", *HOST_PACE))
+    row = held_figures(window)
     if window.HasField("wait_seconds"):
         row["transfer_seconds"] = window.wait_seconds.p10
     if window.self_seconds.p10 > 0:

@@ -15,15 +15,9 @@ from google.protobuf.message import Message
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
 from rankscope.analysis.verdicts.exposed_communication import POINT_TO_POINT, GroupSpans, group_waits
+from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
 from rankscope.analysis.verdicts.host_pace import HostFigures, own_pace
-from rankscope.analysis.verdicts.window_columns import (
-    FIGURES,
-    GROUP_FIGURES,
-    GROUPS,
-    LONGEST_SECONDS,
-    RANK_FIGURES,
-    columns,
-)
+from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RULE_FIGURES, columns
 from rankscope.analysis.verdicts.windows import (
     MAX_COMMUNICATORS,
     Communicator,
@@ -42,11 +36,11 @@ from rankscope.operator.correlation.node_networks import node_networks
 from rankscope.v1 import window_pb2
 
 # Rows of the table of figures.
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _FORWARD, _LONG, _LATE, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _FORWARD, _LONG, _LATE, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP, _KIND = map(
     FIGURES.index,
     (
         *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "forward", "long", "late")),
-        *("steps_total", "last_step_unix_seconds", "is_captured", f"group0_{GROUP_FIGURES[0]}"),
+        *("steps_total", "last_step_unix_seconds", "is_captured", "group0_number", "group0_kind"),
     ),
 )
 _HOST_FIGURES = [
@@ -99,7 +93,7 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     is_host_paced = _add_device_waits(figures, captured, job, len(parts))
     is_captured = [False] * len(parts)
     if captured.any():
-        is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
+        is_captured = [_settle_captured(figures[: len(RULE_FIGURES), part], captured[part]) for part in parts]
     collectives = _have_collectives(figures, job, len(parts))
     skews = _clock_skews(figures, job, layouts, next(iter(ticks.values())).shifts)
     made = {}
@@ -107,8 +101,10 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
         ticks.items(), ordered, layouts, parts, is_captured, skews, collectives, is_host_paced, strict=True
     ):
         # A copy, because detectors keep windows: a view would keep the whole fleet's tick in memory.
-        kept = figures[: len(RANK_FIGURES), part].copy()
-        rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
+        kept = figures[: len(RULE_FIGURES), part].copy()
+        rank_columns = RankColumns(
+            layout.job, layout.rank, layout.stage, layout.place, **dict(zip(RULE_FIGURES, kept, strict=True))
+        )
         made[name] = _job_window(
             tick, windows, rank_columns, layout.place_names, skew, captured_only, meets, host_paced
         )
@@ -197,7 +193,7 @@ def _job_window(
 
 def _have_collectives(figures: Floats, job: Ints, jobs: int) -> list[bool]:
     """Of each job, whether a rank has a process group that does more than send and receive, or DDP's timers."""
-    kinds = figures[_GROUP + GROUP_FIGURES.index("kind") :: len(GROUP_FIGURES)]
+    kinds = figures[_KIND :: len(GROUP_FIGURES)]
     meets = (~np.isnan(kinds) & (kinds != POINT_TO_POINT)).any(axis=0)
     meets |= ~np.isnan(figures[_FORWARD])
     return [bool(count) for count in np.bincount(job[meets], minlength=jobs)]
@@ -267,7 +263,7 @@ def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
 
 def range_seconds(window: window_pb2.RankWindow) -> dict[str, float]:
     """Host time of a step by NVTX range, whatever a daemon sent."""
-    ranges = [one for one in window.ranges[:MAX_RANGES] if 0 <= one.seconds <= LONGEST_SECONDS]
+    ranges = [one for one in window.ranges[:MAX_RANGES] if 0 <= one.seconds <= MAX_STEP_SECONDS]
     return {printable(one.name, RANGE_CHARACTERS): one.seconds for one in ranges}
 
 

@@ -11,7 +11,7 @@ from rankscope.analysis.verdicts.thresholds import AlertThresholds, FixedThresho
 
 # Nothing is judged by these: mathematics, bounds of what is plausible, how long to remember, and how to round a text.
 NOT_THRESHOLDS = {
-    *("slow_rank.py 2.563", "window_columns.py 2.0", "window_columns.py 86400.0", "exposed_communication.py 2.0"),
+    *("slow_rank.py 2.563", "figures.py 2.0", "figures.py 86400.0", "exposed_communication.py 2.0"),
     *("stack_profiles.py 300.0", "network_causes.py 45.0", "network_causes.py 0.5", "long_steps.py 0.05"),
     "long_steps.py 0.95",
 }
