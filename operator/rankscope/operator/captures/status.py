@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import fmean, median
 
+import numpy as np
 from msgspec import UNSET, structs
 
+from rankscope.analysis.traces.joins.self_time import StepTimes
+from rankscope.analysis.traces.joins.step_verdict import judge_steps
 from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.window_columns import plausible_seconds
 from rankscope.operator.kube.objects import condition, merged_conditions, timestamp
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 
-LONGEST_SECONDS = 1e6
-
-
-def self_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
-    """Of each rank with whole steps, the mean time of a step that it did not spend waiting in collectives."""
-    found = {}
-    for rank in ranks:
-        steps = list(rank.summary.each_step_seconds)
-        waits = list(rank.summary.each_exposed_communication_seconds)
-        if rank.state == pb.CAPTURE_STATE_ANALYSED and steps and len(steps) == len(waits):
-            each = [step - wait for step, wait in zip(steps, waits, strict=True)]
-            # No NaN or huge value: a daemon's report is hostile input.
-            if all(abs(seconds) < LONGEST_SECONDS for seconds in each) and (own := fmean(each)) > 0:
-                found[rank.rank] = own
-    return found
-
 
 def joint_finding(ranks: Iterable[pb.RankCapture], policy: Policy) -> str | None:
-    """The rank that the others wait for, by the run's policy; None where fewer than two ranks can be compared."""
-    own = self_seconds(ranks)
-    if len(own) < 2:
+    """What the captures of all ranks say together, by the run's policy; None where fewer than two can be compared.
+    Of a step, the rank that waited least shows what the transfer takes. A daemon's report is hostile input."""
+    measured = {}
+    for rank in ranks:
+        step = plausible_seconds(np.array(rank.summary.each_step_seconds[:MAX_STEPS]))
+        exposed = plausible_seconds(np.array(rank.summary.each_exposed_communication_seconds[:MAX_STEPS]))
+        is_whole = rank.state == pb.CAPTURE_STATE_ANALYSED and 0 < len(step) == len(exposed)
+        if is_whole and not (np.isnan(step) | np.isnan(exposed)).any():
+            measured[rank.rank] = 1e9 * step, 1e9 * np.minimum(exposed, step)
+    if len(measured) < 2:
         return None
-    slowest = max(own, key=lambda rank: own[rank])
-    others = {rank: seconds for rank, seconds in own.items() if rank != slowest}
-    usual = median(others.values())
-    whom = f"rank {next(iter(others))}" if len(others) == 1 else f"the other {len(others)} ranks"
-    if own[slowest] < policy.rank_ratio * usual:
-        return f"no rank stands out: all work {_text(usual)} to {_text(own[slowest])} of a step by themselves"
-    return (
-        f"rank {slowest} works {_text(own[slowest])} of each step by itself, {whom} {_text(usual)}: "
-        f"it holds the others up by {_text(own[slowest] - usual)} a step"
-    )
+    count = min(len(step) for step, _ in measured.values())
+    numbers = sorted(measured)
+    step, exposed = (np.array([measured[number][part][:count] for number in numbers]) for part in (0, 1))
+    transfer = np.broadcast_to(exposed.min(axis=0), step.shape)
+    unmatched = np.zeros(step.shape)
+    times = StepTimes(np.array(numbers), np.arange(count), step, exposed - transfer, transfer, unmatched, on_host=True)
+    return judge_steps(times, len(numbers), numbers, count, None, None, policy).reason
 
 
-def _text(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
+MAX_STEPS = 1000  # of a capture, that are compared
 TEXT_CHARACTERS = 1000
 FINDINGS_SHOWN = 32
 # The largest that JSON readers keep exactly: the API server has to accept every status.
