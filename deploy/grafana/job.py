@@ -125,7 +125,7 @@ def _all_over_time() -> Panel:
 def _causes() -> Panel:
     return timeseries(
         "Where the step goes",
-        "Seconds per step, mean of the ranks: own work by part, and waiting for others. Together they are the step."
+        "Seconds per step, mean of the ranks: self time by part, and waiting for others. Together they are the step."
         " Needs the probe.",
         [Query(queries.seconds_per_step(THE_JOB), "{{cause}}")],
         "s",

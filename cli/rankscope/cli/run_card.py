@@ -101,7 +101,7 @@ class JobSummary:
     ranks: int = 0
     steps: int = 0
     step_seconds: list[float] = field(default_factory=list)  # one per window, the median of its ranks
-    own_seconds: Mean = field(default_factory=Mean)
+    self_seconds: Mean = field(default_factory=Mean)
     wait_seconds: Mean = field(default_factory=Mean)
     input_seconds: Mean = field(default_factory=Mean)
     mfu_ratio: Mean = field(default_factory=Mean)
@@ -146,7 +146,7 @@ class JobSummary:
         compared = state.self_and_wait_seconds
         for window in timed:
             own, wait = compared.get(window.identity.rank, (None, None))
-            self.own_seconds.add(window.self_seconds.mean if own is None and window.HasField("self_seconds") else own)
+            self.self_seconds.add(window.self_seconds.mean if own is None and window.HasField("self_seconds") else own)
             self.wait_seconds.add(
                 window.wait_seconds.mean if wait is None and window.HasField("wait_seconds") else wait
             )
@@ -215,7 +215,7 @@ def _step(job: JobSummary, *, probe: bool) -> str:
     median = job.median_step_seconds
     if median is None:
         return "not measured" + ("" if probe else " without the probe")
-    parts = {"own work": job.own_seconds, "waiting for others": job.wait_seconds, "input": job.input_seconds}
+    parts = {"self time": job.self_seconds, "waiting for others": job.wait_seconds, "input": job.input_seconds}
     shown = [f"{name} {milliseconds(mean.value)}" for name, mean in parts.items() if mean.value is not None]
     return f"{milliseconds(median)} (median of windows)" + (f": {', '.join(shown)}" if shown else "")
 
@@ -271,7 +271,7 @@ def _job_json(job: JobSummary) -> dict[str, Any]:
         "world_size": job.ranks,
         "steps": job.steps,
         "median_step_seconds": job.median_step_seconds,
-        "self_seconds": job.own_seconds.value,
+        "self_seconds": job.self_seconds.value,
         "wait_seconds": job.wait_seconds.value,
         "input_seconds": job.input_seconds.value,
         "mfu_ratio": job.mfu_ratio.value,

@@ -59,7 +59,7 @@ def print_report(report: TimelineReport, console: Terminal) -> None:
 
 def _stage_rows(report: TimelineReport) -> list[tuple[str, ...]]:
     own, found = report.judgement.self_seconds, report.decomposition
-    rows: list[tuple[str, ...]] = [("stage", "own work", "slowdown", "step if like other stages")]
+    rows: list[tuple[str, ...]] = [("stage", "self time", "slowdown", "step if like other stages")]
     for stage in range(len(own)):
         rows.append(
             (
@@ -83,7 +83,7 @@ def _rank_rows(report: TimelineReport) -> list[tuple[str, ...]]:
         known = 0.0 if math.isnan(ratio) else ratio
         return int(report.rank[place]) not in culprits, -known, -float(found.worker_score[place[:2]])
 
-    head = ("rank", "stage", "dp rank", "own work", "of its stage", "slowdown", "step if like its peers")
+    head = ("rank", "stage", "dp rank", "self time", "of its stage", "slowdown", "step if like its peers")
     rows: list[tuple[str, ...]] = [head]
     for place in sorted(places, key=badness):
         rows.append(

@@ -159,7 +159,7 @@ class CollectiveRate:
 
 
 def self_seconds(step_seconds: Column, wait_seconds: Column) -> Column:
-    """A rank's own work: what of a step is not waiting."""
+    """What of a step is not waiting."""
     return np.maximum(step_seconds - wait_seconds, 0.0)
 
 

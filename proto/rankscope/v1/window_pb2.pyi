@@ -1216,7 +1216,7 @@ class RankWindow(_message.Message):
     def step_seconds(self) -> Global___StepStatistics: ...
     @_builtins.property
     def self_seconds(self) -> Global___StepStatistics:
-        """own work: step less wait"""
+        """step less wait"""
 
     @_builtins.property
     def wait_seconds(self) -> Global___StepStatistics:

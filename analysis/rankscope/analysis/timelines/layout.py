@@ -35,7 +35,7 @@ class Node:
     name: str
     index: int  # among those of its name on its stage
     chunk: int
-    position: int  # in the stage's chain of own work; -1 if not part of it
+    position: int  # in the stage's chain of its own operations; -1 if not part of it
     start_seconds: float  # in the step that the graph was read from
     end_seconds: float
 
@@ -144,7 +144,7 @@ def _blocks_of(step_of_block: Ints, step: int) -> Ints:
 
 
 def _fingerprints(timeline: Timeline, code: Ints, block: Ints, block_count: int, in_chain: Bools) -> tuple[Ints, Ints]:
-    """Per block, a hash of its operations and one of the order in which its own work ran."""
+    """Per block, a hash of its operations and one of the order in which its own operations ran."""
     hashes = _hashes(np.arange(int(code.max()) + 1))
     content = np.zeros(block_count, dtype=np.int64)
     with np.errstate(over="ignore"):
@@ -329,7 +329,7 @@ def _drop_unknown(timeline: Timeline, worker: Ints, kept: Bools, notes: list[str
         concurrent = int((overlap & touched).sum()) > CONCURRENT_RATIO * int(unknown.sum())
         if concurrent:
             kept &= ~unknown
-        how = "it overlaps known ones and is excluded" if concurrent else "treated as the rank's own work"
+        how = "it overlaps known ones and is excluded" if concurrent else "treated as the rank's self time"
         notes.append(f"unknown optype {name!r}: {how}")
 
 

@@ -183,7 +183,7 @@ def replay(graph: Graph, duration_of: Callable[[int], Floats]) -> Floats:
 
 
 def net_durations(table: StepTable, graph: Graph) -> Floats:
-    """What each operation takes by itself: own work as recorded, communication from the latest start in its group."""
+    """What each operation takes by itself: self time as recorded, communication from the latest start in its group."""
     durations: Floats = table.duration_seconds.copy()
     for task in graph.tasks:
         if task.waits is Waits.NONE:

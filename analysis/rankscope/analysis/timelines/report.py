@@ -256,7 +256,7 @@ def _slow_ranks(
     impact = 1 - float(replay_durations(model, durations).mean()) / whole
     culprits = tuple(sorted(model.layout.lanes.rank[outlier].tolist()))
     worst = float(found.ratio[outlier].max())
-    excess = f"{ranks(culprits)}: {worst:.2f}× the own work of the other ranks of the same stage"
+    excess = f"{ranks(culprits)}: {worst:.2f}× the self time of the other ranks of the same stage"
     if impact < policy.impact_ratio:
         return None, f"{excess}, but that costs the job {percent(max(impact, 0.0))} only"
     where = _where(model, outlier)

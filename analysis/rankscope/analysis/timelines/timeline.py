@@ -255,7 +255,7 @@ def is_known(name: str) -> bool:
 
 
 def describe(name: str) -> Operation:
-    """Unknown operations count as the rank's own work."""
+    """Unknown operations count as the rank's self time."""
     return _KNOWN.get(name) or Operation(Waits.NONE, True, name)
 
 

@@ -1,4 +1,4 @@
-"""Finds ranks with own work that takes longer than that of ranks with the same role, consistently over steps, and
+"""Finds ranks whose self time is longer than that of ranks with the same role, consistently over steps, and
 replays what the job would gain if slow ranks, a slow stage, imbalance or slow transfers were fixed."""
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ONE_PLACE_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Outliers:
-    ratio: Floats  # [stage, data, tensor] own work ÷ median of the others of its stage; NaN without others
+    ratio: Floats  # [stage, data, tensor] self time ÷ median of the others of its stage; NaN without others
     score: Floats
     slow_steps_ratio: Floats  # share of steps in which it is slow
     outlier: Bools
 
 
 def self_seconds(model: Model, durations: list[Floats] | None = None) -> Floats:
-    """[step, stage, data, tensor]: each rank's own work, without waiting; as recorded, or with the durations
+    """[step, stage, data, tensor]: each rank's self time, without waiting; as recorded, or with the durations
     `durations`."""
     made = []
     for part, seconds in zip(model.parts, durations or [part.net_seconds for part in model.parts], strict=True):
@@ -81,7 +81,7 @@ def _compare(own: Floats, policy: Policy) -> Outliers:
 
 
 def relative_to_step(own: Floats) -> Floats:
-    """Own work relative to the step's usual, along the last axis: a step that is long for all ranks is no one's fault.
+    """Self time relative to the step's usual, along the last axis: a step that is long for all ranks is no one's fault.
 
     The usual is the lower median: of two, the faster."""
     usual = np.sort(own, axis=-1)[..., (own.shape[-1] - 1) // 2, None]
@@ -156,7 +156,7 @@ class SlowTransfer:
 
 
 def like_peers(model: Model, culprits: Bools) -> list[Floats]:
-    """Durations with the own work of the culprits [stage, data, tensor] replaced by the median of their cohort."""
+    """Durations with the self time of the culprits [stage, data, tensor] replaced by the median of their cohort."""
     made = []
     for part in model.parts:
         durations = part.net_seconds.copy()
@@ -170,7 +170,7 @@ def like_peers(model: Model, culprits: Bools) -> list[Floats]:
 
 
 def peers_of_each(model: Model) -> list[Floats]:
-    """Durations with each rank's own work replaced by the median of the others of its stage."""
+    """Durations with each rank's self time replaced by the median of the others of its stage."""
     made = []
     for part in model.parts:
         durations = part.net_seconds.copy()
@@ -183,7 +183,7 @@ def peers_of_each(model: Model) -> list[Floats]:
 
 
 def stages_like_others(model: Model, durations: list[Floats], level: Floats) -> list[Floats]:
-    """Durations with each stage's own work scaled to the median of the other stages; `level` is per stage."""
+    """Durations with each stage's self time scaled to the median of the other stages; `level` is per stage."""
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = median_of_others(level) / level
     factor = np.where(np.isfinite(factor), factor, 1.0)
@@ -194,7 +194,7 @@ def stages_like_others(model: Model, durations: list[Floats], level: Floats) -> 
 
 
 def stage_levels(own: Floats) -> Floats:
-    """The own work of a typical rank of each stage in each step, from [step, stage, data, tensor].
+    """The self time of a typical rank of each stage in each step, from [step, stage, data, tensor].
 
     The lower median: of two ranks, one with a bad step does not make its stage slow."""
     ordered = np.sort(own.reshape(*own.shape[:2], -1), axis=2)

@@ -117,6 +117,6 @@ def held(*forms: str) -> tuple[str, ...]:
     return tuple(name for name, figure in FIGURES.items() if figure.held in forms)
 
 
-# Causes of step time by their label, and the figures that own work consists of.
+# Causes of step time by their label, and the figures that self time consists of.
 CAUSES: Final = {name.removesuffix("_seconds"): name for name, figure in FIGURES.items() if figure.is_cause}
 PARTS_OF_SELF: Final = tuple(figure.name for figure in OF_RULES if figure.is_cause and figure.held == MEAN)

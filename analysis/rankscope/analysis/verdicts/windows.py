@@ -11,7 +11,7 @@ import numpy as np
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.verdicts.network import NodeNetwork
 
-# Phases of own work, in the order in which a step goes through them.
+# Phases of self time, in the order in which a step goes through them.
 WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
 # Where a rank that is known not to wait in backward may be waiting for others; see `phases.WAITING_PHASES`.
 HOST_WAITING_PHASES = frozenset({"communication", "device_sync"})
