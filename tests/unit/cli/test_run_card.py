@@ -51,7 +51,7 @@ def test_the_costliest_finding_of_the_whole_run_is_the_verdict() -> None:
         assert job.add(state(verdict, at))
     assert job.verdict == slow(1, 90.0)
     assert (job.steps, len(job.step_seconds)) == (50, 5)
-    assert job.own_seconds.value == pytest.approx(0.07)
+    assert job.self_seconds.value == pytest.approx(0.07)
 
 
 def test_repeated_evaluations_count_once_and_stepless_windows_add_no_step() -> None:
