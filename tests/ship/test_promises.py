@@ -229,6 +229,13 @@ def test_scrapes_work_where_nobody_may_keep_labels(rendered: dict[str, Rendered]
         assert "honorLabels" not in endpoint
 
 
+def test_rules_know_daemons_under_any_release_name(rendered: dict[str, Rendered]) -> None:
+    (daemons,) = rendered["monitored"].all("PodMonitor")[0]["spec"]["podMetricsEndpoints"]
+    (operators,) = rendered["monitored"].all("ServiceMonitor")[0]["spec"]["endpoints"]
+    named = [each["relabelings"] for each in (daemons, operators)]
+    assert named == [[{"targetLabel": "job", "replacement": f"rankscope-{name}"}] for name in ("daemon", "operator")]
+
+
 def test_names_can_be_overridden_and_everything_still_finds_each_other(rendered: dict[str, Rendered]) -> None:
     found = rendered["sharded"]
     assert found.one("DaemonSet", "ml-profiler-daemon")["spec"]["selector"]["matchLabels"] == {
