@@ -22,8 +22,6 @@ from tools.generate_rules import fresh_files
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "rules"
 SEVERITIES = {"critical", "warning", "info"}
-RUNBOOKS = "https://rankscope.dev/runbooks/"
-DASHBOARDS = "https://grafana.example/d/"
 SECTIONS = ("What it means", "Confirm", "Likely causes, in order", "What to do", "Silence")
 # What every promtool test of an alert has to go through, as its names tell it.
 BEHAVIOURS = ("healthy twin", "resolves", "missed scrape", "restart")
@@ -61,8 +59,7 @@ def test_an_alert_keeps_the_conventions(rule: dict[str, Any]) -> None:
     assert labels["severity"] in SEVERITIES
     assert labels.keys() <= {"severity", "evidence", "capture"}
     assert labels.get("capture", "true") == "true"
-    assert annotations["runbook_url"] == f"{RUNBOOKS}{rule['alert']}.md"
-    assert annotations["dashboard_url"].startswith(DASHBOARDS)
+    assert not [text for text in annotations.values() if "://" in text], "nobody knows the reader's addresses"
     assert annotations["summary"] and re.search("GPU-hour|los[et]", annotations["description"]), "what does it cost?"
     # A failed scrape ends every series of its target: an instant of a scraped metric would fire or resolve on it.
     scraped = re.findall(r"(?<![:\w])rankscope_\w+(?:\{[^}]*\})?(?!\w)(?!\{)(\[)?", rule["expr"])
