@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from rankscope.cli.prometheus_stack import with_links
+from tests.promql_reading import runbook_queries
 from tests.rule_series import ALERTS, ENFORCED, promtool_test
 from tools.prometheus_binaries import binary
 
@@ -34,6 +35,14 @@ def run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_promtool_accepts_the_rules() -> None:
     checked = run("promtool", "check", "rules", "recording.yaml", "alerts.yaml")
+    assert checked.returncode == 0 and "FAILED" not in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
+def test_promtool_accepts_the_queries_of_runbooks(tmp_path: Path) -> None:
+    queries = [{"record": f"{page.stem}_{number}", "expr": q} for number, (page, q) in enumerate(runbook_queries())]
+    assert len(queries) > len(list((RULES / "runbooks").iterdir()))
+    (tmp_path / "queries.yaml").write_text(json.dumps({"groups": [{"name": "runbooks", "rules": queries}]}))
+    checked = run("promtool", "check", "rules", str(tmp_path / "queries.yaml"))
     assert checked.returncode == 0 and "FAILED" not in checked.stdout + checked.stderr, checked.stdout + checked.stderr
 
 

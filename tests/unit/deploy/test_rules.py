@@ -11,7 +11,7 @@ import yaml
 
 from deploy.grafana.dashboards import dashboards
 from rankscope.cli.prometheus_stack import with_links
-from tests.promql_reading import label_lists, selectors
+from tests.promql_reading import label_lists, runbook_queries, selectors
 from tools.exported_metrics import exported_metrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "rules"
@@ -27,12 +27,13 @@ def rules() -> Iterator[dict[str, Any]]:
             yield from group["rules"]
 
 
-def test_every_rule_uses_exported_metrics_labels_and_values() -> None:
+def test_every_rule_and_runbook_uses_exported_metrics_labels_and_values() -> None:
     metrics = exported_metrics()
     seen = set()
-    for rule in rules():
-        name = rule.get("alert") or rule["record"]
-        for selector in selectors(rule["expr"]):
+    asked = [(rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()]
+    asked += [(page.stem, query) for page, query in runbook_queries()]
+    for name, expression in asked:
+        for selector in selectors(expression):
             assert selector.metric in metrics, f"{name}: {selector.metric} is not exported"
             seen.add(selector.metric)
             labels = metrics[selector.metric].labels
