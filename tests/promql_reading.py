@@ -5,9 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 _SELECTOR = re.compile(r"\b(rankscope_\w+)(?![\w:])\s*(\{[^}]*\})?")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
+
+
+RUNBOOKS = Path(__file__).resolve().parents[1] / "rules" / "runbooks"
+
+
+def runbook_queries() -> Iterator[tuple[Path, str]]:
+    """Each query that a runbook asks promtool, with its page."""
+    for page in sorted(RUNBOOKS.glob("*.md")):
+        yield from (
+            (page, query) for query in re.findall(r"^promtool query .* '(.*)'$", page.read_text(), re.MULTILINE)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Write the thresholds into the Prometheus rules and the docs from rankscope/analysis/verdicts/thresholds.py, and the
-links to the console into the alerts, or with --check fail if a committed file is stale: `make rules`.
+links of the alerts, or with --check fail if a committed file is stale: `make rules`.
 
 - rules/recording.yaml: the group rankscope.thresholds, with every threshold that a rule reads.
-- rules/alerts.yaml: a link to the console below each link to a dashboard of a run or a rank.
+- rules/alerts.yaml: beside each link to a dashboard those to the runbook and, of a run or a rank, to the console.
 - docs/alerts.md: the number behind each threshold's name.
 - docs/concepts.md: the table of verdicts, from the enum in rankscope/analysis/verdicts/verdict.py.
 - docs/thresholds.md: the tables of thresholds."""
@@ -24,7 +24,7 @@ from rankscope.analysis.verdicts.thresholds import (
     table,
 )
 from rankscope.analysis.verdicts.verdict import Kind
-from rankscope.cli.prometheus_stack import CONSOLE_LINK
+from rankscope.cli.prometheus_stack import LINKS
 
 ROOT = Path(__file__).resolve().parents[1]
 RULES = ROOT / "rules"
@@ -34,7 +34,7 @@ THRESHOLDS_PAGE = ROOT / "docs" / "thresholds.md"
 NAME = r"rankscope:threshold:(\w+)"
 GROUP = re.compile(r"  - name: rankscope\.thresholds\n.*?(?=\n  - name: )", re.DOTALL)
 VERDICTS = re.compile(r"(\n## Verdicts\n\n\| kind \| meaning \|\n\|---\|---\|\n)(?:\|.*\n)+")
-DASHBOARD = re.compile(r"(?m)^( +)(dashboard_url: .*\n)(?: +# console_url: .*\n)?")
+DASHBOARD = re.compile(r"(?m)^(?: +# runbook_url: .*\n)?( +)(# dashboard_url: .*\n)(?: +# console_url: .*\n)?")
 THRESHOLDS = {one.name: one for of in (Policy, FixedThresholds, AlertThresholds, FleetThresholds) for one in table(of)}
 
 
@@ -72,12 +72,14 @@ def _group(thresholds: Iterable[Threshold]) -> str:
 
 
 def _links(dashboard: re.Match[str]) -> str:
-    """A comment until the console's address is put in: there is no address that all consoles have."""
-    if "var-run=" not in dashboard[2]:
-        return dashboard[0]
-    run = "{{ with $labels.run_namespace }}{{ . | urlquery }}%2F{{ end }}{{ $labels.run | urlquery }}"
-    rank = "&rank={{ $labels.rank }}" if "var-rank=" in dashboard[2] else ""
-    return f"{dashboard[1]}{dashboard[2]}{dashboard[1]}{CONSOLE_LINK}/?run={run}{rank}'\n"
+    """Comments until addresses are put in: there are none that everybody has."""
+    alert = re.findall(r"- alert: (\w+)", dashboard.string[: dashboard.start()])[-1]
+    links = [f"# runbook_url: '{LINKS['runbook_url']}/{alert}.md'\n", dashboard[2]]
+    if "var-run=" in dashboard[2]:
+        run = "{{ with $labels.run_namespace }}{{ . | urlquery }}%2F{{ end }}{{ $labels.run | urlquery }}"
+        rank = "&rank={{ $labels.rank }}" if "var-rank=" in dashboard[2] else ""
+        links.append(f"# console_url: '{LINKS['console_url']}/?run={run}{rank}'\n")
+    return "".join(dashboard[1] + link for link in links)
 
 
 def _number(name: str) -> str:

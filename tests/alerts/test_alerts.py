@@ -26,7 +26,7 @@ from tests.alerts.hearing import Heard, Hearing, hearing
 from tests.alerts.prometheus_running import run_matchers
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving
 from tests.support.waiting import wait_until
-from tools.prometheus_binaries import ROOT, binary
+from tools.prometheus_binaries import binary
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(600)]
 
@@ -139,15 +139,9 @@ def ending(job: DemoJob) -> Iterator[DemoJob]:
 
 
 def check_links(stack: Stack, alert: Heard) -> None:
-    """They lead to the alert's page, to a dashboard whose variables choose a rank that is there, and to the console's
-    page of the run or rank."""
-    page = urllib.parse.urlsplit(alert.annotations["runbook_url"]).path.rpartition("/")[2]
-    assert page == f"{alert.name}.md"
-    assert (ROOT / "rules" / "runbooks" / page).is_file()
-    link = urllib.parse.parse_qs(urllib.parse.urlsplit(alert.annotations["dashboard_url"]).query)
-    chosen = ",".join(f'{name.removeprefix("var-")}="{value}"' for name, [value] in link.items())
-    assert stack.query(f"last_over_time(rankscope_rank_info{{{chosen}}}[1m])"), chosen
+    """To the console's page of the run or rank; none to a runbook or a dashboard, whose addresses are not known."""
     assert alert.annotations["summary"]
+    assert not {"runbook_url", "dashboard_url"} & alert.annotations.keys()
     console, _, asked = alert.annotations["console_url"].partition("?")
     path = "rank" if "rank" in urllib.parse.parse_qs(asked) else "run"
     with urllib.request.urlopen(f"{console}api/v1/{path}?{asked}", timeout=PATIENCE_SECONDS) as answer:

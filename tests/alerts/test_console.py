@@ -22,7 +22,7 @@ import yaml
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from rankscope.cli.prometheus_stack import find_rules, with_console
+from rankscope.cli.prometheus_stack import find_rules, with_links
 from rankscope.common.run_names import run_labels
 from rankscope.operator.console.history import Values
 from rankscope.operator.console.older_history import PrometheusHistory
@@ -90,7 +90,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 def linking_rules() -> Iterator[dict[str, Any]]:
     """Alerts that fire at once, with each link of the real ones."""
     (path,) = [path for path in find_rules().files if path.name == "alerts.yaml"]
-    text = with_console(path.read_text(), "https://console.mine/")
+    text = with_links(path.read_text(), {"console_url": "https://console.mine/"})
     real = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
     links = {rule["annotations"].get("console_url") for rule in real} - {None}
     assert len(links) == 2 and "console_url" not in yaml.safe_dump(yaml.safe_load(path.read_text()))

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rankscope.cli.prometheus_stack import with_links
+from tests.promql_reading import runbook_queries
 from tests.rule_series import ALERTS, ENFORCED, promtool_test
 from tools.prometheus_binaries import binary
 
@@ -33,6 +35,14 @@ def run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_promtool_accepts_the_rules() -> None:
     checked = run("promtool", "check", "rules", "recording.yaml", "alerts.yaml")
+    assert checked.returncode == 0 and "FAILED" not in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
+def test_promtool_accepts_the_queries_of_runbooks(tmp_path: Path) -> None:
+    queries = [{"record": f"{page.stem}_{number}", "expr": q} for number, (page, q) in enumerate(runbook_queries())]
+    assert len(queries) > len(list((RULES / "runbooks").iterdir()))
+    (tmp_path / "queries.yaml").write_text(json.dumps({"groups": [{"name": "runbooks", "rules": queries}]}))
+    checked = run("promtool", "check", "rules", str(tmp_path / "queries.yaml"))
     assert checked.returncode == 0 and "FAILED" not in checked.stdout + checked.stderr, checked.stdout + checked.stderr
 
 
@@ -89,6 +99,48 @@ def test_an_alert_does_what_its_promtool_test_says(alert: str, tmp_path: Path) -
     copied = shutil.copy(RULES / "tests" / f"{alert}.yaml", tmp_path / "tests")
     copy_rules(tmp_path, {alert}, Path(copied).read_text())
     tested = run("promtool", "test", "rules", str(copied))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_links_of_an_alert_name_its_run_rank_node_or_daemon(tmp_path: Path) -> None:
+    """Each link that there is, of an alert with names that a URL cannot have as they are."""
+    addresses = {link: f"https://{link}.mine/" for link in ("dashboard_url", "console_url")}
+    rules = yaml.safe_load(with_links((RULES / "alerts.yaml").read_text(), addresses))["groups"]
+    annotations = [rule["annotations"] for group in rules for rule in group["rules"]]
+    links = sorted({(link, each[link]) for each in annotations for link in addresses if link in each})
+    labels = {"cluster": "a b", "run_namespace": "team", "run": "ü/1 & 2", "rank": "3", "node": "n?", "instance": "n:1"}
+    chosen = "var-run=%C3%BC%2F1+%26+2"
+    where = "&var-run_namespace=team&var-cluster=a+b"
+    expected = [
+        "https://console_url.mine/?run=team%2F%C3%BC%2F1+%26+2",
+        "https://console_url.mine/?run=team%2F%C3%BC%2F1+%26+2&rank=3",
+        "https://dashboard_url.mine/d/rankscope-daemon",
+        "https://dashboard_url.mine/d/rankscope-daemon?var-instance=n%3A1&var-cluster=a+b",
+        "https://dashboard_url.mine/d/rankscope-daemon?var-node=n%3F&var-cluster=a+b",
+        "https://dashboard_url.mine/d/rankscope-fleet",
+        f"https://dashboard_url.mine/d/rankscope-job?{chosen}{where}",
+        f"https://dashboard_url.mine/d/rankscope-rank?{chosen}&var-rank=3{where}",
+    ]
+    expression = "vector(1)"
+    for name, value in labels.items():
+        expression = f'label_replace({expression}, "{name}", "{value}", "", "")'
+    linking = [
+        {"alert": f"Link{number}", "expr": expression, "annotations": {name: link}}
+        for number, (name, link) in enumerate(links)
+    ]
+    (tmp_path / "links.yaml").write_text(json.dumps({"groups": [{"name": "links", "rules": linking}]}))
+    checks = [
+        {
+            "eval_time": "1m",
+            "alertname": rule["alert"],
+            "exp_alerts": [{"exp_labels": labels, "exp_annotations": dict.fromkeys(rule["annotations"], url)}],
+        }
+        for rule, url in zip(linking, expected, strict=True)
+    ]
+    tests = [{"interval": "15s", "input_series": [], "alert_rule_test": checks}]
+    path = tmp_path / "test.yaml"
+    path.write_text(json.dumps({"rule_files": ["links.yaml"], "evaluation_interval": "15s", "tests": tests}))
+    tested = run("promtool", "test", "rules", str(path))
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deploy.grafana.dashboards import FOLDER
-from rankscope.cli.prometheus_stack import find_rules, hurry
+from rankscope.cli.prometheus_stack import find_rules, hurry, with_links
 from tests.alerts.prometheus_running import TARGET_LABELS, Prometheus, running_prometheus
 from tests.alerts.test_dashboards import EMPTY, filled, panels
 from tests.free_ports import free_port
@@ -100,7 +100,8 @@ def cluster(
         rules = []
         for path in find_rules().files:
             rules.append(tmp_path / f"hurried-{path.name}")
-            rules[-1].write_text(hurry(path.read_text(), 5, 5 * INTERVAL_SECONDS))
+            text = with_links(path.read_text(), {"dashboard_url": "https://grafana.mine"})
+            rules[-1].write_text(hurry(text, 5, 5 * INTERVAL_SECONDS))
         with running_prometheus(
             tmp_path / "prometheus",
             {"rankscope": targets},

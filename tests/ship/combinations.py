@@ -118,7 +118,7 @@ COMBINATIONS: dict[str, Values] = {
     "everything": {
         **_MONITORED,
         "metrics": {**_MONITORED["metrics"], "tls": True},
-        "prometheusRule": {**_MONITORED["prometheusRule"], "consoleUrl": ""},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
         "commonLabels": {"team": "platform"},
         "image": {"pullPolicy": "Always", "pullSecrets": [{"name": "regcred"}]},
         "operator": {

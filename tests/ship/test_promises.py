@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,16 +191,18 @@ def test_kinds_webhooks_and_rules_are_those_of_the_code(rendered: dict[str, Rend
     ]
     changed = [mine for mine, given in rules if mine["expr"] != given["expr"]]
     assert changed == [{"record": "rankscope:threshold:exposed_communication_ratio", "expr": "vector(0.45)"}]
-    assert "https://rankscope.dev/runbooks" not in json.dumps(made) and "grafana.example" not in json.dumps(made)
 
 
-def test_run_alerts_link_to_a_console_with_an_address(rendered: dict[str, Rendered]) -> None:
+def test_alerts_link_to_what_has_an_address_only(rendered: dict[str, Rendered]) -> None:
     (linking,) = rendered["monitored"].all("PrometheusRule")
     alerts = [rule["annotations"] for group in linking["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
     linked = [each for each in alerts if "var-run=" in each["dashboard_url"]]
     assert linked == [each for each in alerts if "console_url" in each] != []
     assert all(each["console_url"].startswith("https://console.internal/rankscope/?run=") for each in linked)
-    assert "console_url" not in json.dumps(rendered["everything"].all("PrometheusRule"))
+    assert all(each["dashboard_url"].startswith("https://grafana.internal/d/rankscope-") for each in alerts)
+    assert all(re.fullmatch(r"https://wiki.example/runbooks/Rankscope\w+.md", each["runbook_url"]) for each in alerts)
+    (unlinked,) = rendered["everything"].all("PrometheusRule")
+    assert not re.search("runbook_url|dashboard_url|console_url|://", json.dumps(unlinked["spec"]))
 
 
 def test_dashboards_are_those_of_the_repository(rendered: dict[str, Rendered]) -> None:
@@ -227,6 +230,13 @@ def test_scrapes_work_where_nobody_may_keep_labels(rendered: dict[str, Rendered]
     (operators,) = rendered["monitored"].all("ServiceMonitor")[0]["spec"]["endpoints"]
     for endpoint in (daemons, operators):
         assert "honorLabels" not in endpoint
+
+
+def test_rules_know_daemons_under_any_release_name(rendered: dict[str, Rendered]) -> None:
+    (daemons,) = rendered["monitored"].all("PodMonitor")[0]["spec"]["podMetricsEndpoints"]
+    (operators,) = rendered["monitored"].all("ServiceMonitor")[0]["spec"]["endpoints"]
+    named = [each["relabelings"] for each in (daemons, operators)]
+    assert named == [[{"targetLabel": "job", "replacement": f"rankscope-{name}"}] for name in ("daemon", "operator")]
 
 
 def test_names_can_be_overridden_and_everything_still_finds_each_other(rendered: dict[str, Rendered]) -> None:

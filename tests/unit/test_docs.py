@@ -78,7 +78,7 @@ def test_every_target_and_module_in_a_document_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_every_flag_in_a_document_exists(path: Path) -> None:
-    others = re.compile("docker|^(helm|make) |kubectl |nsys (launch|start|stop) ", re.IGNORECASE)
+    others = re.compile("docker|^(amtool|helm|make) |kubectl |nsys (launch|start|stop) ", re.IGNORECASE)
     lines = [line for line in path.read_text().splitlines() if not others.search(line)]
     foreign = {
         "--admission-control-config-file",

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,12 @@ _CHECKOUT = _HERE.parents[2]
 # Debian uses another name for one of them.
 _SPELLINGS = {"prometheus": ("prometheus",), "alertmanager": ("alertmanager", "prometheus-alertmanager")}
 CAPTURE_RECEIVER = "rankscope-capture"  # receiver name in the example
-# In the rules, the link of an alert to the console is a comment until the console's address is put in.
-CONSOLE_LINK = "# console_url: 'https://console.example"
+# In the rules, a link of an alert is a comment with one of these addresses until the real one is put in.
+LINKS = {
+    "runbook_url": "https://runbooks.example",
+    "dashboard_url": "https://grafana.example",
+    "console_url": "https://console.example",
+}
 LEAST_GROUP_SECONDS = 1.0
 # A range of the rules must hold a few scrapes.
 SCRAPES_PER_RANGE = 5
@@ -95,9 +99,11 @@ def milliseconds(duration: str) -> int:
     return sum(int(number) * _UNITS_MS[unit] for number, unit in parts)
 
 
-def with_console(rules: str, console_url: str) -> str:
-    """The text of a rules file, with links to the console at this address."""
-    return rules.replace(CONSOLE_LINK, f"console_url: '{console_url.rstrip('/')}")
+def with_links(rules: str, addresses: Mapping[str, str]) -> str:
+    """The text of a rules file, with those of its LINKS that have an address."""
+    for link, address in addresses.items():
+        rules = rules.replace(f"# {link}: '{LINKS[link]}", f"{link}: '{address.rstrip('/')}")
+    return rules
 
 
 # The binaries of Prometheus and Alertmanager, and Rankscope's rules.
@@ -281,9 +287,10 @@ class PrometheusStack:
         rules = folder / "rules"
         shutil.rmtree(rules, ignore_errors=True)  # left by an earlier run in the same directory
         rules.mkdir()
+        addresses = {} if console_url is None else {"console_url": console_url}
         for file in find_rules().files:
             text = hurry(file.read_text(), settings.pace.hurry_factor, settings.pace.least_range_seconds)
-            (rules / file.name).write_text(text if console_url is None else with_console(text, console_url))
+            (rules / file.name).write_text(with_links(text, addresses))
         daemon, alertmanager = _address_of(metrics_url), _address_of(self.alertmanager_url)
         path = _write(folder / "prometheus.yml", prometheus_config(settings.pace, rules, daemon, alertmanager))
         flags = (f"--config.file={path}", f"--storage.tsdb.path={folder / 'prometheus'}", *RETENTION)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from rankscope.analysis.verdicts.verdict import FINDINGS, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import FINDINGS, Confidence, Kind, Severity, Verdict, named_line
 from rankscope.common.metric_table import ANY, Counter, Gauge, Section, label
 from rankscope.common.run_names import run_labels
 from rankscope.operator.alerts.decision import Result
@@ -109,6 +109,10 @@ JOBS: Section[_Job] = Section(("run_namespace", "run"), (
         "`bound`: `host` or `device`, where steps are timed on a GPU.",
         lambda job: _culprits(job.state) if job.has_finding else None,
         dict.fromkeys(("rank", "node", "run_pod", "phase", "bound", "verdict"), ANY)),
+    Gauge("rankscope_job_source_line",
+        "The line of code that the verdict names, as in `model.py:88 (normalize)`, value 1, while it warns or alarms; "
+        "at most one of a job. Absent where a GPU, a lack of CPU or the network is the cause.",
+        lambda job: _source_line(job.verdict) if job.has_finding else None, {"line": ANY}),
 ))
 
 ALERTS: Section[Mapping[Result, int]] = Section((), (
@@ -229,6 +233,11 @@ class Exporter(Collector):
 def _info(state: JobState) -> Mapping[tuple[str, ...], float]:
     program = state.program
     return {(str(state.world_size), program.team, program.user, program.image, program.command): 1}
+
+
+def _source_line(verdict: Verdict) -> Mapping[str, float]:
+    line = named_line(verdict)
+    return {line: 1} if line else {}
 
 
 def _culprits(state: JobState) -> Mapping[tuple[str, ...], float]:

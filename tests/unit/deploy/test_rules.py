@@ -10,25 +10,30 @@ from typing import Any
 import yaml
 
 from deploy.grafana.dashboards import dashboards
-from tests.promql_reading import label_lists, selectors
+from rankscope.cli.prometheus_stack import with_links
+from tests.promql_reading import label_lists, runbook_queries, selectors
 from tools.exported_metrics import exported_metrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "rules"
 ADDED_BY_PROMETHEUS = {"instance", "cluster"}
 
 
+ADDRESSES = {"runbook_url": "https://wiki.mine/", "dashboard_url": "https://g.mine/", "console_url": "https://c.mine"}
+
+
 def rules() -> Iterator[dict[str, Any]]:
     for path in sorted(FOLDER.glob("*.yaml")):
-        for group in yaml.safe_load(path.read_text()).get("groups", ()):
+        for group in yaml.safe_load(with_links(path.read_text(), ADDRESSES)).get("groups", ()):
             yield from group["rules"]
 
 
-def test_every_rule_uses_exported_metrics_labels_and_values() -> None:
+def test_every_rule_and_runbook_uses_exported_metrics_labels_and_values() -> None:
     metrics = exported_metrics()
     seen = set()
-    for rule in rules():
-        name = rule.get("alert") or rule["record"]
-        for selector in selectors(rule["expr"]):
+    asked = [(rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()]
+    asked += [(page.stem, query) for page, query in runbook_queries()]
+    for name, expression in asked:
+        for selector in selectors(expression):
             assert selector.metric in metrics, f"{name}: {selector.metric} is not exported"
             seen.add(selector.metric)
             labels = metrics[selector.metric].labels
@@ -53,6 +58,14 @@ def test_every_recorded_series_that_a_rule_reads_is_recorded() -> None:
     for rule in rules():
         read = set(re.findall(r"\b[a-z_]+:rankscope_\w+:\w+|\brankscope:\w+:\w+", rule["expr"]))
         assert read <= recorded, rule.get("alert") or rule["record"]
+
+
+def test_every_alert_links_to_its_runbook_and_its_run_to_the_console() -> None:
+    for links in (rule["annotations"] | {"alert": rule["alert"]} for rule in rules() if "alert" in rule):
+        assert links["runbook_url"] == f"https://wiki.mine/{links['alert']}.md"
+        assert links["dashboard_url"].startswith("https://g.mine/d/")
+        assert ("console_url" in links) == ("var-run=" in links["dashboard_url"])
+        assert links.get("console_url", "https://c.mine/?run=").startswith("https://c.mine/?run=")
 
 
 def test_every_alert_links_to_a_dashboard_with_its_variables() -> None:

@@ -13,18 +13,19 @@ import yaml
 
 from rankscope.analysis.verdicts.thresholds import AlertThresholds, Policy, table
 from rankscope.analysis.verdicts.verdict import Kind
-from rankscope.cli import operator
-from rankscope.cli.main import SUBCOMMANDS
+from rankscope.cli import kubectl, operator
 from rankscope.daemon.config import Config
 from tests.unit.daemon import test_metrics as exporting
+from tests.unit.test_doc_commands import parse
 from tools.generate_rules import fresh_files
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "rules"
 SEVERITIES = {"critical", "warning", "info"}
-RUNBOOKS = "https://rankscope.dev/runbooks/"
-DASHBOARDS = "https://grafana.example/d/"
-SECTIONS = ("What it means", "Confirm", "Likely causes, in order", "What to do", "Silence")
+SECTIONS = ("What it means", "Is it real", "Who", "What to do", "When to escalate")
+PROMTOOL = re.compile(r"promtool query instant http://127\.0\.0\.1:9090 '[^'\n]+'")
+ONLY_IN_KUBERNETES = ("RankscopeCertificateExpiring", "kubectl")
+SAMPLES = {"RANK": "3"}  # of placeholders that are no names
 # What every promtool test of an alert has to go through, as its names tell it.
 BEHAVIOURS = ("healthy twin", "resolves", "missed scrape", "restart")
 
@@ -61,8 +62,7 @@ def test_an_alert_keeps_the_conventions(rule: dict[str, Any]) -> None:
     assert labels["severity"] in SEVERITIES
     assert labels.keys() <= {"severity", "evidence", "capture"}
     assert labels.get("capture", "true") == "true"
-    assert annotations["runbook_url"] == f"{RUNBOOKS}{rule['alert']}.md"
-    assert annotations["dashboard_url"].startswith(DASHBOARDS)
+    assert not [text for text in annotations.values() if "://" in text], "nobody knows the reader's addresses"
     assert annotations["summary"] and re.search("GPU-hour|los[et]", annotations["description"]), "what does it cost?"
     # A failed scrape ends every series of its target: an instant of a scraped metric would fire or resolve on it.
     scraped = re.findall(r"(?<![:\w])rankscope_\w+(?:\{[^}]*\})?(?!\w)(?!\{)(\[)?", rule["expr"])
@@ -127,15 +127,17 @@ def test_rank_and_gpu_series_in_rules_are_exported_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_runbook_has_its_sections_and_two_commands_that_exist(name: str) -> None:
+def test_a_runbook_has_its_five_parts_with_a_query_and_a_command(name: str) -> None:
     text = (RULES / "runbooks" / f"{name}.md").read_text()
-    assert text.startswith(f"# {name}\n")
-    assert tuple(re.findall(r"^## (.*)$", text, re.MULTILINE)) == SECTIONS
-    confirm = re.search(r"## Confirm\n\n```sh\n(.*?)\n```", text, re.DOTALL)
-    assert confirm is not None and len(confirm[1].splitlines()) == 2
-    commands = {command.split()[1] for command in re.findall(r"rankscope [a-z]+(?= |$|`)", text)}
-    assert commands <= {subcommand.name for subcommand in SUBCOMMANDS}
-    assert f"alertname={name} " in text
+    title, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert title == f"# {name}\n\n"
+    assert tuple(part.partition("\n")[0] for part in parts) == SECTIONS
+    blocks = [re.findall(r"^```sh\n(.*?)\n```$", part, re.MULTILINE | re.DOTALL) for part in parts]
+    assert [len(block) for block in blocks] == [0, 1, 1, 0, 0]
+    assert PROMTOOL.fullmatch(blocks[1][0]), "one query"
+    assert "#runbooks" in parts[1], "how to run it"
+    assert parts[3].count("\n1. ") == 1
+    assert " attach " in parts[4].lower(), "with which evidence"
     others = set(re.findall(r"\bRankscope[A-Z]\w+", text)) - set(NAMES)
     assert not others
     recorded = {rule["record"] for rule in RECORDED}
@@ -143,6 +145,19 @@ def test_a_runbook_has_its_sections_and_two_commands_that_exist(name: str) -> No
         set(re.findall(r"\b\w+:rankscope_\w+:\w+|rankscope:threshold:\w+", text)) - {"run:rankscope_mfu_ratio:"}
         <= recorded
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_is_asked_in_a_way_that_works_everywhere(name: str) -> None:
+    """On one machine, through a context, and as `kubectl rankscope`, which knows fewer commands."""
+    text = (RULES / "runbooks" / f"{name}.md").read_text()
+    (who,) = re.findall(r"## Who\n\n```sh\n(.*)\n```\n", text)
+    program, *words = who.split()
+    assert program == "rankscope" or PROMTOOL.fullmatch(who) or (name, program) == ONLY_IN_KUBERNETES
+    for command in [who] * (program == "rankscope") + re.findall(r"`(rankscope [^`]*)`", text):
+        _, *words = command.split()
+        parse([SAMPLES.get(word, word) for word in words])
+        assert words[0] in {*kubectl.COMMANDS, "analyze", "mfu", "up"}, command
 
 
 @pytest.mark.parametrize("name", NAMES)

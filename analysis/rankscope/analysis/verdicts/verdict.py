@@ -227,6 +227,16 @@ def _where(cause: Cause) -> str:
     return f", in its {cause.phase} phase" if cause.phase not in ("unknown", "other") else ""
 
 
+def named_line(verdict: Verdict) -> str:
+    """The line that the headline names, as `model.py:88 (normalize_features)`; empty where it names none."""
+    cause = verdict.cause
+    names_one = verdict.kind is Kind.JITTER or (verdict.kind in _NAMES_LINES and verdict.culprits)
+    is_elsewhere = cause.phase in ("starved", "throttled") or cause.bound == DEVICE
+    if not names_one or is_elsewhere or not cause.frames:
+        return ""
+    return f"{source_line(cause.frames[0])} ({cause.frames[0].function})"
+
+
 def source_line(frame: FrameSeen) -> str:
     return f"{PurePath(frame.file).name}:{frame.line}"
 

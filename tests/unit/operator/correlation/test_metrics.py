@@ -7,7 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.analysis.verdicts.verdict import FINDINGS, Cause, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import DEVICE, FINDINGS, Cause, Confidence, Kind, Severity, Verdict, headline
+from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.common.metric_table import LABEL_CHARACTERS
 from rankscope.operator import metrics
 from rankscope.operator.alerts.decision import Result
@@ -48,7 +49,8 @@ def scrape(
 
 def scrape_everything() -> str:
     """Every family there is."""
-    return scrape(state(replace(SLOW, stage=1)), mfu_target_ratio=0.4, alerts=True)
+    frame = FrameSeen("normalize", "model.py", 88, 0.5, 0.5, "forward")
+    return scrape(state(replace(SLOW, stage=1, cause=Cause("forward", (frame,)))), mfu_target_ratio=0.4, alerts=True)
 
 
 def samples(text: str, name: str) -> dict[str, float]:
@@ -112,6 +114,26 @@ def test_a_job_that_hangs_has_no_pace() -> None:
 def test_a_culprit_that_stopped_reporting_is_still_named() -> None:
     text = scrape(state(replace(SLOW, culprits=(7,))))
     assert samples(text, "rankscope_job_culprit") == {"bound= node= phase=forward rank=7 run_pod= verdict=slow_rank": 1}
+
+
+def test_the_line_of_a_finding_is_exported_bounded_and_printable() -> None:
+    def lines(verdict: Verdict) -> dict[str, float]:
+        return samples(scrape(state(verdict)), "rankscope_job_source_line")
+
+    def at(function: str, **cause: str) -> Verdict:
+        frames = tuple(
+            FrameSeen(name, "/home/ann/secret/model.py", 88, 0.5, 0.5, "forward") for name in (function, "g")
+        )
+        return replace(SLOW, cause=replace(Cause("forward", frames), **cause))
+
+    assert lines(at("normalize")) == {"line=model.py:88 (normalize)": 1}
+    assert "model.py:88 (normalize" in headline(at("normalize"))
+    (hostile,) = lines(at("\x1b[31m\n" + "f" * 500))
+    assert hostile.startswith("line=model.py:88 (\ufffd[31m ") and len(hostile) == len("line=") + LABEL_CHARACTERS
+    # There the stack shows where the host waits.
+    for elsewhere in ({"bound": DEVICE}, {"phase": "starved"}, {"phase": "throttled"}):
+        assert lines(at("normalize", **elsewhere)) == {}
+    assert lines(replace(at("normalize"), severity=Severity.NONE)) == lines(SLOW) == lines(HEALTHY) == {}
 
 
 def test_culprits_and_jobs_are_bounded_with_findings_first(monkeypatch: pytest.MonkeyPatch) -> None:
