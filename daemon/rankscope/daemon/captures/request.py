@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
+from rankscope.common.rank_selection import SUSPECTS, ChoiceError, Suspected
 from rankscope.common.rank_selection import choose_ranks as chosen
 from rankscope.common.text import printable
 from rankscope.daemon import procfs
@@ -154,7 +154,7 @@ def _is_asked_for(rank: RankProcess, request: pb.StartCaptureRequest) -> bool:
 
 def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, suspects_of: SuspectsOf) -> list[int]:
     """Rank numbers, sorted. They need not be on this node; the caller checks that."""
-    suspected = suspects_of(job) if text.strip() in (STRAGGLER, STRAGGLER_AND_PEER) else None
+    suspected = suspects_of(job) if text.strip() in SUSPECTS else None
     try:
         return chosen(text, here, world_size, suspected)
     except ChoiceError as error:
