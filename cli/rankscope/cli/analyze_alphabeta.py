@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.analysis.collectives.alpha_beta import Observations
-from rankscope.analysis.collectives.kinds import kind_of_note
+from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.collectives.timings import UnreadableError, read_text
 from rankscope.analysis.traces.collective_timings import observe_traces
 from rankscope.cli.alpha_beta_report import draw_svg, make_page, make_report, print_report, to_json
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.exit_codes import CommandError, cannot_read
 from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.options import add_html_argument, add_json_argument
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
 from rankscope.cli.trace_report.files import load_traces, show_progress
@@ -32,39 +33,38 @@ FILE is CSV or JSON with op, bytes, seconds (or us, ms) and ranks, and if there 
 nccl-tests; or torch traces, a directory of them too. bytes are those of the whole array, as nccl-tests count them.
 Formats, numbers and JSON keys: docs/analyze-alphabeta.md.
 """
+_OPS = [
+    kind.label
+    for kind in CollectiveKind
+    if kind not in (CollectiveKind.OTHER, CollectiveKind.SEND_RECV, CollectiveKind.COALESCED)
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("files", nargs="+", metavar="FILE", help="CSV, JSON, output of nccl-tests, or torch traces")
-    parser.add_argument("--op", metavar="NAME", help="the collective, where the file does not say: all_reduce, …")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of a group, where the file does not say")
-    parser.add_argument("--at-ranks", type=int, metavar="N", help="predict for N ranks, too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write predicted against actual as a plot")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--op", choices=_OPS, help="the collective, where the file does not say")
+    parser.add_argument("--group-size", type=int, metavar="N", help="ranks of a group, where the file does not say")
+    parser.add_argument("--at-group-size", type=int, metavar="N", help="predict for a group of N ranks, too")
+    add_json_argument(parser)
+    add_html_argument(parser)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write predicted against actual as a plot, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for option, value in (("--ranks", arguments.ranks), ("--at-ranks", arguments.at_ranks)):
+    for option, value in (("--group-size", arguments.group_size), ("--at-group-size", arguments.at_group_size)):
         if value is not None and not 1 <= value < 1 << 31:
             return refuse(f"{option}: {value} is not a valid number of ranks; give 1 or more")
-    if arguments.op and kind_of_note(arguments.op) is None:
-        return refuse(f"--op: {arguments.op!r} is not a collective; use all_reduce, all_gather, reduce_scatter, …")
     try:
-        read = read_collectives(arguments.files, op=arguments.op, ranks=arguments.ranks)
+        read = read_collectives(arguments.files, op=arguments.op, ranks=arguments.group_size)
     except MemoryError:
         return refuse(f"{arguments.files[0]}: does not fit into memory; give fewer files")
-    report = make_report(read.observations, read.notes, read.source, arguments.at_ranks)
+    report = make_report(read.observations, read.notes, read.source, arguments.at_group_size)
     name = Path(arguments.files[0]).name if len(arguments.files) == 1 else f"{len(arguments.files)} files"
-    for path in (arguments.svg, arguments.html):
-        if path is not None:
-            text = draw_svg(report) if path is arguments.svg else make_page(report, name)
-            try:
-                write_output(path, text)
-            except OSError as error:
-                return refuse(f"{path}: {error.strerror or error}; choose a place that can be written")
+    if arguments.svg is not None:
+        write_output("--svg", arguments.svg, draw_svg(report))
+    if arguments.html is not None:
+        write_output("--html", arguments.html, make_page(report, name))
     if arguments.json:
         to_stdout(json.dumps(to_json(report), allow_nan=False))
         return 0
@@ -115,7 +115,7 @@ def _is_trace(path: str) -> bool:
         with place.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except (OSError, ValueError) as error:
-        raise FileError(path, _os_reason(error)) from None
+        raise FileError(path, cannot_read(error)) from None
     if head.startswith(b"\x1f\x8b"):
         return True
     return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") and any(mark in head for mark in _TRACE_MARKS)
@@ -130,7 +130,7 @@ def _read_text(path: str, op: str | None, ranks: int | None) -> Observations:
     except UnicodeDecodeError:
         raise FileError(path, "is no text; give CSV, JSON, the output of nccl-tests, or torch traces") from None
     except OSError as error:
-        raise FileError(path, _os_reason(error)) from None
+        raise FileError(path, cannot_read(error)) from None
     except UnreadableError as error:
         raise FileError(path, str(error)) from None
 
@@ -167,8 +167,3 @@ def _read_traces(paths: Sequence[str], ranks: int | None) -> ReadCollectives:
     if not len(observed.observations):
         raise FileError(paths[0], "holds no collective that was timed; trace a job of several ranks with NCCL or gloo")
     return ReadCollectives(observed.observations, "traces", (*notes, *observed.notes))
-
-
-def _os_reason(error: OSError | ValueError) -> str:
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"cannot be read: {words[:1].lower()}{words[1:]}"

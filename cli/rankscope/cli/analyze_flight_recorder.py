@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import glob
 import json
 import os
 import re
@@ -23,8 +24,9 @@ from rankscope.analysis.collectives.flight_recorder.matching import Stall, analy
 from rankscope.analysis.collectives.flight_recorder.records import Position
 from rankscope.analysis.collectives.flight_recorder.report import Outcome, Report, absence_text, make_report, to_json
 from rankscope.analysis.quantities import count, shorten
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.exit_codes import Exit, cannot_read
 from rankscope.cli.messages import overwrite, refuse, to_stderr, to_stdout
+from rankscope.cli.options import add_json_argument
 from rankscope.common.rank_selection import rank_ranges
 
 if TYPE_CHECKING:
@@ -50,10 +52,9 @@ _FILES_OF_A_TASK = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="+", metavar="FILE", help="dumps, directories of dumps, or globs; one per rank")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -143,7 +144,7 @@ def _read_part(files: Sequence[Path]) -> tuple[list[tuple[Path, Dump | str]], Ca
             with path.open("rb") as file:
                 read.append((path, read_dump(file.read(DUMP_BYTES_MOST + 1), catalog)))
         except OSError as error:
-            read.append((path, f"cannot be read: {error.strerror or error}"))
+            read.append((path, cannot_read(error)))
         except DumpError as error:
             read.append((path, str(error)))
     return read, catalog
@@ -165,16 +166,17 @@ def _expand(asked: str, left_out: list[tuple[Path, str]]) -> list[Path]:
     try:
         if path.is_dir():
             found = [one for one in sorted(path.rglob("*")) if _RANK.search(one.name)]
-        elif path.exists():
+        elif path.exists() or not glob.has_magic(asked):
+            path.stat()
             return [path]
         else:
             found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         found = [one for one in found if not one.name.startswith(".") and one.is_file()]
     except (OSError, ValueError) as error:
-        left_out.append((path, f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"))
+        left_out.append((path, cannot_read(error)))
         return []
     if not found:
-        left_out.append((path, "there is no such file, or no dump in it; name what torch wrote, as in fr_0"))
+        left_out.append((path, "no dump in it; name what torch wrote, as in fr_0"))
     return found
 
 

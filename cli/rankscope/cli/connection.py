@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from rankscope.cli.contexts import TOKEN_VARIABLE, Endpoint, EndpointError, endpoint_of
-from rankscope.cli.exit_codes import CommandError, of_call
+from rankscope.cli.exit_codes import CommandError, cannot_read, of_call
 from rankscope.common.http_server import is_loopback
 from rankscope.common.text import printable
 from rankscope.daemon.config import default_socket
@@ -64,7 +64,7 @@ def _read(path: Path, flag: str, most_bytes: int) -> str:
         with path.open("rb") as file:
             return file.read(most_bytes + 1).decode("utf-8", errors="replace")
     except OSError as error:
-        raise EndpointError(f"{flag} {path}: {error.strerror}") from error
+        raise EndpointError(f"{flag} {path}: {cannot_read(error)}") from error
 
 
 def _from_kubeconfig(path: Path) -> str:
@@ -197,7 +197,7 @@ def _pem(flag: str, path: Path | None, kind: bytes) -> bytes | None:
         with path.open("rb") as file:
             content = file.read(PEM_BYTES)
     except OSError as error:
-        raise EndpointError(f"{flag} {path}: {error.strerror}") from error
+        raise EndpointError(f"{flag} {path}: {cannot_read(error)}") from error
     if kind not in content:
         raise EndpointError(f"{flag} {path}: there is no PEM {kind.decode().strip('-').lower()} in it")
     return content

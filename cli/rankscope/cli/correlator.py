@@ -38,7 +38,6 @@ Daemons on other machines need certificates: `rankscope certificates --help`. do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     daemons = parser.add_argument_group("daemons (at least one; lists are read again every few seconds)")
     daemons.add_argument(

@@ -24,7 +24,7 @@ _WORDS = ("held before the trace began", "allocated in forward", "in backward", 
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory of a rank (with --config and --sequence; --recompute counts here too)")
+    group = parser.add_argument_group("memory of a rank (with --model-config and --sequence; --recompute counts, too)")
     group.add_argument("--memory", action="store_true", help="predict it: weights, gradients, optimizer, activations")
     group.add_argument("--micro-batch", default="1", metavar="N", help="sequences per micro-batch (default: 1)")
     group.add_argument("--micro-batches", metavar="N", help="per step and pipeline (default: enough to fill it)")
@@ -43,7 +43,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 def predict(arguments: argparse.Namespace, asked: Asked) -> tuple[StageMemory, ...]:
     if asked.shape is None or asked.sequence is None:
-        raise QuantityError("--memory: needs --config and --sequence")
+        raise QuantityError("--memory: needs --model-config and --sequence")
     spread = Spread(
         data=read_count("--dp", arguments.dp, "8"),
         tensor=read_count("--tp", arguments.tp, "8"),

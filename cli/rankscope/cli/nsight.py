@@ -24,7 +24,7 @@ from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.connection import CALL_SECONDS
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.cli.profile_client import ranks_of
+from rankscope.cli.options import selected_ranks
 from rankscope.common.text import one_line
 from rankscope.daemon import procfs
 from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError
@@ -88,10 +88,10 @@ def record(channel: grpc.Channel, target: str, arguments: argparse.Namespace) ->
 
 def _windows(channel: grpc.Channel, arguments: argparse.Namespace) -> list[RankWindow]:
     """The latest of each chosen rank."""
-    wanted = frozenset(ranks_of(arguments))
+    wanted = frozenset(selected_ranks(arguments))
     found = RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=CALL_SECONDS).ranks
     try:
-        job = choose_job(arguments.run_named or arguments.run, {rank.identity.job for rank in found})
+        job = choose_job(arguments.run, {rank.identity.job for rank in found})
     except CaptureError as error:
         raise CommandError(str(error), Exit.NOT_FOUND) from error
     here = {rank.identity.rank: rank for rank in found if rank.identity.job == job}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,7 +12,6 @@ from rankscope.analysis.profiles.profile import Profile
 from rankscope.cli.connection import CALL_SECONDS
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr
-from rankscope.common.rank_selection import RANKS_MOST, ChoiceError, choose_ranks
 from rankscope.v1 import profile_service_pb2 as pb
 from rankscope.v1.job_service_pb2 import ListJobsRequest
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
@@ -25,19 +23,6 @@ QUERY_SECONDS: Final = 60.0
 PPROF_LIMIT_BYTES: Final = 64 << 20
 RUNS_NAMED: Final = 8
 PROBLEMS_SHOWN: Final = 16
-
-
-def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", default="", metavar="RUN", help="its name; not needed if there is only one")
-    parser.add_argument("--ranks", default="all", metavar="R", help="all (default), or some, as in 0,3-5")
-
-
-def ranks_of(arguments: argparse.Namespace) -> list[int]:
-    """An empty list means all."""
-    try:
-        return [] if arguments.ranks == "all" else choose_ranks(arguments.ranks, (), RANKS_MOST, None)
-    except ChoiceError as error:
-        raise CommandError(str(error)) from error
 
 
 class ProfileClient:

@@ -219,12 +219,11 @@ def _factor(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Prints a line whenever a verdict changes. The console shows runs and ranks in a browser, `rankscope top` in "
-        "another terminal. "
-        "Jobs started with RANKSCOPE_PROBE=1 are seen step by step, others through their stacks."
+    parser.description = (
+        "Watches this machine and judges its jobs. Prints a line whenever a verdict changes. The console shows runs "
+        "and ranks in a browser, `rankscope top` in another terminal. Jobs started with RANKSCOPE_PROBE=1 are "
+        "seen step by step, others through their stacks."
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the daemon's settings as keys")
     parser.add_argument(
         "--console-listen",
         metavar="HOST:PORT",

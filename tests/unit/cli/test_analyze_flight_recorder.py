@@ -101,13 +101,13 @@ def test_files_that_cannot_be_used_are_named_and_left_out(folder: Path, capsys: 
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        ("absent", "name what torch wrote"),
+        ("absent", "cannot be read: No such file"),
         ("*nothing*", "name what torch wrote"),
         ("empty", "name what torch wrote"),
         ("evil_0", "refused: it holds the name of a function or class; give files that torch wrote"),
         ("dump", "its name does not end with the rank; rename it, as in fr_3"),
         ("old_0", "use torch ≥ 2.4"),
-        ("\0", "name what torch wrote"),
+        ("\0", "cannot be read: embedded null byte"),
     ],
 )
 def test_an_error_is_one_line_with_the_next_step(

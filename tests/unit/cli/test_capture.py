@@ -117,7 +117,7 @@ def test_an_undelivered_rank_gives_exit_code_1_and_its_cause(
         (["--seconds", "nan"], "--seconds nan"),
         (["--steps", "3", "--patience", "-1"], "--patience -1"),
         (["--steps", "3", "--connect", "somewhere"], "say HOST:PORT or unix:PATH"),
-        (["--steps", "3", "--output", "/proc/nowhere"], "/proc/nowhere cannot be made"),
+        (["--steps", "3", "--output", "/proc/nowhere"], "/proc/nowhere: cannot be written: No such file"),
     ],
 )
 def test_an_impossible_request_exits_with_2_and_the_reason(

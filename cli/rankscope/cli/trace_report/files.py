@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.exit_codes import CommandError, cannot_read
 from rankscope.cli.messages import overwrite, to_stderr
 
 # Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
@@ -173,7 +173,7 @@ def _expand(asked: str | Path, broken: list[BrokenFile]) -> list[Path]:
         if path.is_dir():
             return _below(path, broken)
         path.stat()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         if glob.has_magic(str(asked)):
             found = [Path(each) for each in sorted(glob.glob(str(asked), recursive=True))]  # noqa: PTH207 (absolute too)
             files = _regular([each for each in found if not each.is_dir()], broken)
@@ -181,10 +181,10 @@ def _expand(asked: str | Path, broken: list[BrokenFile]) -> list[Path]:
             if not found:
                 broken.append(BrokenFile(path, "no file matches"))
             return inside
-        broken.append(BrokenFile(path, "there is no such file or directory"))
+        broken.append(BrokenFile(path, cannot_read(error)))
         return []
     except (OSError, ValueError) as error:
-        broken.append(BrokenFile(path, _os_reason(error)))
+        broken.append(BrokenFile(path, cannot_read(error)))
         return []
     return [path]
 
@@ -193,7 +193,7 @@ def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
     problems: list[BrokenFile] = []
 
     def note(error: OSError) -> None:
-        problems.append(BrokenFile(Path(error.filename or folder), _os_reason(error)))
+        problems.append(BrokenFile(Path(error.filename or folder), cannot_read(error)))
 
     named = [
         Path(place) / name
@@ -218,7 +218,7 @@ def _regular(paths: list[Path], broken: list[BrokenFile]) -> list[Path]:
             else:
                 broken.append(BrokenFile(path, "it is not a regular file"))
         except OSError as error:
-            broken.append(BrokenFile(path, _os_reason(error)))
+            broken.append(BrokenFile(path, cannot_read(error)))
     return found
 
 
@@ -230,7 +230,7 @@ def read_file(path: Path, salvage: bool) -> Trace | str:
     except TraceError as error:
         return str(error)
     except OSError as error:
-        return _os_reason(error)
+        return cannot_read(error)
     except MemoryError:
         return "there is not enough memory to read it"
 
@@ -286,10 +286,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _os_reason(error: OSError | ValueError) -> str:
-    if isinstance(error, PermissionError):
-        return "permission denied; run as a user who may read it, or change its mode"
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"cannot be read: {words[:1].lower()}{words[1:]}"
