@@ -13,7 +13,7 @@ from rankscope.analysis.quantities import count
 from rankscope.cli.messages import refuse, to_stderr
 from rankscope.cli.options import add_html_argument, add_json_argument
 from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_output, write_profile, writing
-from rankscope.cli.trace_report.files import BrokenFile, show_progress
+from rankscope.cli.trace_report.files import nothing_read, show_progress
 from rankscope.cli.trace_report.reduction import Reduced, read_layout, reduce_files
 from rankscope.cli.trace_report.report import Outcome, make_report, to_json, write_merged
 
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
         progress=show_progress,
     )
     if not files.ranks:
-        return refuse(_nothing_read(files.broken))
+        raise nothing_read(files.broken)
     for one in files.broken:
         to_stderr(f"warning: {one.path}: {one.reason}")
     if files.broken:
@@ -131,10 +131,3 @@ def _write_flame(path: Path, ranks: Sequence[Reduced]) -> None:
     source = ranks[0].path.name if len(ranks) == 1 else count(len(ranks), "rank")
     write_profile(path, profile, f"{source}: time on the device", is_of_device=True)
     to_stderr(f"wrote {path}: {count(profile.samples_total, 'kernel')}")
-
-
-def _nothing_read(broken: Sequence[BrokenFile]) -> str:
-    first = f"{broken[0].path}: {broken[0].reason}"
-    if len(broken) > 1:
-        first = f"none of {len(broken)} files could be read; the first, {first}"
-    return f"{first}; next step: name files that torch.profiler wrote (.json or .json.gz)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import refuse, to_stdout
 from rankscope.operator.certificates.folder import (
     AUTHORITY_DAYS,
@@ -93,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         role = FleetRole[arguments.role.upper()]
         _tell(issue(arguments.folder, role, arguments.name, arguments.address, arguments.days))
     except CertificateFolderError as error:
-        return refuse(str(error), Exit.FAILED)
+        return refuse(str(error))
     to_stdout(_USES[role].format(name=arguments.name))
     return 0
 

@@ -26,7 +26,9 @@ _FAILURES: Final = {
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     add_since_argument(parser, "7d")
     parser.add_argument("--prometheus", default="", metavar="URL", help="address of Prometheus, Thanos or Mimir")
-    parser.add_argument("--tenant", default="", help="tenant to ask for (header X-Scope-OrgID), for Mimir")
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="tenant of Mimir to ask for (header X-Scope-OrgID)"
+    )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="file with a bearer token to send")
 
 

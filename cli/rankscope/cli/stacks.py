@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         client = ProfileClient(channel)
         named = client.run_named(arguments.run)
         stacks = client.stacks(named, ranks)
+        if not stacks:
+            client.check_seen(named)
     if not stacks:
         text = f"no such rank of run {named!r} runs now; `rankscope top` shows those that do"
         return refuse(text, Exit.NOT_FOUND)

@@ -58,7 +58,7 @@ def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
         "--prometheus-interval",
         type=_seconds,
         default=Pace.interval_seconds,
-        metavar="S",
+        metavar="SECONDS",
         help=f"scrape and evaluate so often (default: {Pace.interval_seconds:g} s)",
     )
     group.add_argument(

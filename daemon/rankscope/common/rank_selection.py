@@ -19,6 +19,10 @@ class ChoiceError(Exception):
     """Why these words choose no ranks, with what would."""
 
 
+class UnknownRankError(ChoiceError):
+    """The job has no such rank."""
+
+
 @dataclass(frozen=True)
 class Suspected:
     """What the correlation says about a job: who is slow, and healthy ranks of the same role beside it."""
@@ -53,7 +57,7 @@ def numbered_ranks(text: str, world_size: int | None = None, words: Collection[s
         if first > last:
             raise ChoiceError(f"ranks {part.strip()}: a range begins with its lower rank, as in {last}-{first}")
         if world_size is not None and last >= world_size:
-            raise ChoiceError(f"ranks {part.strip()}: the job has ranks 0 to {world_size - 1}")
+            raise UnknownRankError(f"ranks {part.strip()}: the job has ranks 0 to {world_size - 1}")
         # A job is as large as one of its processes claims: a list of ten million numbers would take a gigabyte.
         if last - first + len(chosen) >= RANKS_MOST:
             raise ChoiceError(f"ranks {part.strip()}: {RANKS_MOST} at most can be named at a time")

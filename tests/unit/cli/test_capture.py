@@ -146,7 +146,7 @@ def test_an_unreachable_server_has_its_own_exit_code(
 def test_a_refusal_is_told_in_the_daemons_words(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    daemon.refusal = "several jobs run on this node; name one with --run: a, b"
+    daemon.refusal = "several runs are seen: a, b; name one with --run"
     assert run(command, "--connect", endpoint, "--steps", "3") == Exit.REFUSED
     assert f"error: {daemon.refusal}\n" in capsys.readouterr().err
 

@@ -84,16 +84,23 @@ def load_traces(
 def load_ranks(paths: Sequence[str | Path]) -> dict[int, LoadedTrace]:
     """By rank; one trace that names none is rank 0. Broken files are named. Raises CommandError."""
     loaded = load_traces(paths, progress=show_progress)
+    if not loaded.traces:
+        raise nothing_read(loaded.broken)
     for one in loaded.broken:
         to_stderr(f"warning: {one.path}: {one.reason}")
-    if not loaded.traces:
-        raise CommandError("no trace could be read; next step: name files that torch.profiler wrote")
     known = {one.trace.rank: one for one in loaded.traces if one.trace.rank is not None}
     if known:
         return known
     if len(loaded.traces) > 1:
         raise CommandError("the traces name no ranks; next step: name one of them, or files as rank-0.json.gz")
     return {0: loaded.traces[0]}
+
+
+def nothing_read(broken: Sequence[BrokenFile]) -> CommandError:
+    first = f"{broken[0].path}: {broken[0].reason}"
+    if len(broken) > 1:
+        first = f"none of {len(broken)} files could be read; the first, {first}"
+    return CommandError(f"{first}; next step: name files that torch.profiler wrote (.json or .json.gz)")
 
 
 def _load(path: Path, salvage: bool) -> Trace | str:
