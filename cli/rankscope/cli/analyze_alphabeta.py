@@ -17,7 +17,7 @@ from rankscope.analysis.traces.collective_timings import observe_traces
 from rankscope.cli.alpha_beta_report import draw_svg, make_page, make_report, print_report, to_json
 from rankscope.cli.exit_codes import CommandError, cannot_read
 from rankscope.cli.messages import refuse, to_stdout
-from rankscope.cli.options import add_html_argument, add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
 from rankscope.cli.trace_report.files import load_traces, show_progress
@@ -46,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", choices=_OPS, help="the collective, where the file does not say")
     parser.add_argument("--group-size", type=int, metavar="N", help="ranks of a group, where the file does not say")
     parser.add_argument("--at-group-size", type=int, metavar="N", help="predict for a group of N ranks, too")
-    add_json_argument(parser)
-    add_html_argument(parser)
+    add_options(parser, "--json", "--html")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write predicted against actual as a plot, too")
 
 
@@ -80,13 +79,6 @@ _LARGEST_TEXT_BYTES = 256 << 20
 _TRACE_MARKS = (b'"traceEvents"', b'"schemaVersion"', b'"ph"')
 
 
-class FileError(CommandError):
-    """What is wrong with which file."""
-
-    def __init__(self, path: object, reason: str) -> None:
-        super().__init__(f"{path}: {reason}")
-
-
 @dataclass(frozen=True)
 class ReadCollectives:
     observations: Observations
@@ -95,13 +87,13 @@ class ReadCollectives:
 
 
 def read_collectives(paths: Sequence[str], *, op: str | None = None, ranks: int | None = None) -> ReadCollectives:
-    """Raises FileError. Broken traces among many are left out and named in the notes."""
+    """Raises CommandError. Broken traces among many are left out and named in the notes."""
     are_traces = [_is_trace(path) for path in paths]
     if all(are_traces):
         return _read_traces(paths, ranks)
     if any(are_traces):
         odd = paths[are_traces.index(not are_traces[0])]
-        raise FileError(odd, "traces and tables of collectives cannot be read together; analyse them one by one")
+        raise CommandError(f"{odd}: traces and tables of collectives cannot be read together; analyse them one by one")
     parts = [_read_text(path, op, ranks) for path in paths]
     return ReadCollectives(parts[0] if len(parts) == 1 else _together(paths, parts), "text", ())
 
@@ -115,7 +107,7 @@ def _is_trace(path: str) -> bool:
         with place.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except (OSError, ValueError) as error:
-        raise FileError(path, cannot_read(error)) from None
+        raise CommandError(f"{path}: {cannot_read(error)}") from None
     if head.startswith(b"\x1f\x8b"):
         return True
     return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") and any(mark in head for mark in _TRACE_MARKS)
@@ -125,14 +117,14 @@ def _read_text(path: str, op: str | None, ranks: int | None) -> Observations:
     place = Path(path)
     try:
         if place.stat().st_size > _LARGEST_TEXT_BYTES:
-            raise FileError(path, f"is larger than {_LARGEST_TEXT_BYTES >> 20} MiB; cut it into pieces")
+            raise CommandError(f"{path}: is larger than {_LARGEST_TEXT_BYTES >> 20} MiB; cut it into pieces")
         return read_text(place.read_text(encoding="utf-8"), name=place.stem, op=op, ranks=ranks)
     except UnicodeDecodeError:
-        raise FileError(path, "is no text; give CSV, JSON, the output of nccl-tests, or torch traces") from None
+        raise CommandError(f"{path}: is no text; give CSV, JSON, the output of nccl-tests, or torch traces") from None
     except OSError as error:
-        raise FileError(path, cannot_read(error)) from None
+        raise CommandError(f"{path}: {cannot_read(error)}") from None
     except UnreadableError as error:
-        raise FileError(path, str(error)) from None
+        raise CommandError(f"{path}: {error}") from None
 
 
 def _together(paths: Sequence[str], parts: list[Observations]) -> Observations:
@@ -159,11 +151,11 @@ def _read_traces(paths: Sequence[str], ranks: int | None) -> ReadCollectives:
     if not loaded.traces:
         first = loaded.broken[0]
         more = f" (and {len(loaded.broken) - 1} more files)" if len(loaded.broken) > 1 else ""
-        raise FileError(first.path, f"{first.reason}{more}")
+        raise CommandError(f"{first.path}: {first.reason}{more}")
     notes = [f"{broken.path} left out: {broken.reason}" for broken in loaded.broken]
     known = {one.trace.rank: one.trace for one in loaded.traces if one.trace.rank is not None}
     traces = known if known else {0: loaded.traces[0].trace}
     observed = observe_traces(traces, ranks=ranks)
     if not len(observed.observations):
-        raise FileError(paths[0], "holds no collective that was timed; trace a job of several ranks with NCCL or gloo")
+        raise CommandError(f"{paths[0]}: no collective that was timed; trace a job of several ranks with NCCL or gloo")
     return ReadCollectives(observed.observations, "traces", (*notes, *observed.notes))

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import glob
 import json
 import os
 import re
@@ -26,7 +24,8 @@ from rankscope.analysis.collectives.flight_recorder.report import Outcome, Repor
 from rankscope.analysis.quantities import count, shorten
 from rankscope.cli.exit_codes import Exit, cannot_read
 from rankscope.cli.messages import overwrite, refuse, to_stderr, to_stdout
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
+from rankscope.cli.trace_report.files import find_files, without_collection
 from rankscope.common.rank_selection import rank_ranges
 
 if TYPE_CHECKING:
@@ -54,16 +53,12 @@ _FILES_OF_A_TASK = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="+", metavar="FILE", help="dumps, directories of dumps, or globs; one per rank")
-    add_json_argument(parser)
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Millions of records are created without reference cycles: garbage collection would only cost time.
-    gc.disable()
-    try:
+    with without_collection():
         return _run(arguments)
-    finally:
-        gc.enable()
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -98,7 +93,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _read(paths: Sequence[str], catalog: Catalog, left_out: list[tuple[Path, str]]) -> dict[int, Dump]:
     dumps: dict[int, Dump] = {}
     read_from: dict[int, Path] = {}
-    for path, dump in _read_files(list(_files(paths, left_out)), catalog):
+    files, broken = find_files(paths, _RANK.search, "no dump in it; name what torch wrote, as in fr_0")
+    left_out += [(one.path, one.reason) for one in broken]
+    for path, dump in _read_files(files, catalog):
         if isinstance(dump, str):
             left_out.append((path, dump))
             continue
@@ -148,36 +145,6 @@ def _read_part(files: Sequence[Path]) -> tuple[list[tuple[Path, Dump | str]], Ca
         except DumpError as error:
             read.append((path, str(error)))
     return read, catalog
-
-
-def _files(paths: Sequence[str], left_out: list[tuple[Path, str]]) -> Iterator[Path]:
-    """Each file once. Pipes and devices below a directory or matched by a glob are left out: opening one may wait."""
-    seen: set[Path] = set()
-    for asked in paths:
-        for path in _expand(asked, left_out):
-            place = path.resolve()
-            if place not in seen:
-                seen.add(place)
-                yield path
-
-
-def _expand(asked: str, left_out: list[tuple[Path, str]]) -> list[Path]:
-    path = Path(asked)
-    try:
-        if path.is_dir():
-            found = [one for one in sorted(path.rglob("*")) if _RANK.search(one.name)]
-        elif path.exists() or not glob.has_magic(asked):
-            path.stat()
-            return [path]
-        else:
-            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        found = [one for one in found if not one.name.startswith(".") and one.is_file()]
-    except (OSError, ValueError) as error:
-        left_out.append((path, cannot_read(error)))
-        return []
-    if not found:
-        left_out.append((path, "no dump in it; name what torch wrote, as in fr_0"))
-    return found
 
 
 # Text.

@@ -11,7 +11,7 @@ from rankscope.analysis.collectives.nccl_log import SOCKET, NcclLog
 from rankscope.analysis.verdicts.network import NcclFacts
 from rankscope.cli.exit_codes import Exit, cannot_read
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.common.text import printable
 
 _EPILOG = """\
@@ -30,7 +30,7 @@ MAX_BYTES = 64 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="debug files of NCCL, one or more per rank")
-    add_json_argument(parser)
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from rankscope.analysis.timelines.timeline import (
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.cli.exit_codes import cannot_read
 from rankscope.cli.messages import overwrite, refuse, to_stdout
-from rankscope.cli.options import add_html_argument, add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
 from rankscope.cli.timeline_report import draw_svg, make_page, print_report, to_json
@@ -48,23 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--meta", type=Path, metavar="YAML", help="sizes of the job: pp_size, dp_size, tp_size …")
     parser.add_argument("--unit", choices=tuple(UNITS), default="s", help="of start_ts and duration (default: s)")
     parser.add_argument("--min-steps", type=int, metavar="N", help="steps needed for a verdict (default: 20)")
-    add_json_argument(parser)
-    add_html_argument(parser)
+    add_options(parser, "--json", "--html")
     parser.add_argument("--heatmap", type=Path, metavar="FILE", help="write stage × dp rank to FILE.svg, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.heatmap and arguments.heatmap.suffix.lower() != ".svg":
-        return _fail(arguments.heatmap, "a heat map is an SVG picture; give it the ending .svg")
+        return refuse(f"{arguments.heatmap}: a heat map is an SVG picture; give it the ending .svg")
     policy = DEFAULT_POLICY
     if arguments.min_steps is not None:
         if arguments.min_steps < 1:
-            return _fail("--min-steps", "must be 1 or more")
+            return refuse("--min-steps: must be 1 or more")
         policy = replace(policy, steps_needed=arguments.min_steps)
     try:
         sizes = read_sizes(arguments.meta) if arguments.meta else NOT_DECLARED
     except FileError as error:
-        return _fail(arguments.meta, error)
+        return refuse(f"{arguments.meta}: {error}")
     try:
         overwrite(f"reading {arguments.file.name} …")
         timeline = read_timeline(arguments.file, arguments.unit)
@@ -72,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         report = analyze(timeline, sizes, policy)
         overwrite("")
     except (FileError, TimelineError) as error:
-        return _fail(arguments.file, error)
+        return refuse(f"{arguments.file}: {error}")
     except MemoryError:
-        return _fail(arguments.file, "does not fit into memory; cut it to fewer steps")
+        return refuse(f"{arguments.file}: does not fit into memory; cut it to fewer steps")
     if arguments.heatmap is not None:
         write_output("--heatmap", arguments.heatmap, draw_svg(report))
     if arguments.html is not None:
@@ -84,11 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_report(report, Terminal(soft_wrap=True))
     return 0
-
-
-def _fail(what: object, why: object) -> int:
-    overwrite("")
-    return refuse(f"{what}: {why}")
 
 
 # Files: timelines of operations from parquet or CSV, and the job's sizes from YAML.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 from rankscope.analysis.profiles.profile import merge
 from rankscope.analysis.quantities import count
 from rankscope.cli.messages import refuse, to_stderr
-from rankscope.cli.options import add_html_argument, add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_output, write_profile, writing
-from rankscope.cli.trace_report.files import nothing_read, show_progress
+from rankscope.cli.trace_report.files import nothing_read, show_progress, without_collection
 from rankscope.cli.trace_report.reduction import Reduced, read_layout, reduce_files
 from rankscope.cli.trace_report.report import Outcome, make_report, to_json, write_merged
 
@@ -35,8 +34,7 @@ Broken files are named and left out; the exit code is 2 if nothing could be read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="+", metavar="FILE|DIR", help="traces (.json, .json.gz), directories or globs")
-    add_json_argument(parser)
-    add_html_argument(parser)
+    add_options(parser, "--json", "--html")
     parser.add_argument(
         "--merged", metavar="FILE", type=Path, help="write all ranks as one trace for Perfetto (.json or .json.gz)"
     )
@@ -61,12 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Millions of records are created without reference cycles: garbage collection would only cost time.
-    gc.disable()
-    try:
+    with without_collection():
         return _run(arguments)
-    finally:
-        gc.enable()
 
 
 def _run(arguments: argparse.Namespace) -> int:

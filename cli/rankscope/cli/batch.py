@@ -29,7 +29,7 @@ from rankscope.analysis.quantities import number, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.prediction_text import percent
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.reduction import reduce_files
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-gb", type=float, metavar="GB", help="memory of the device, in 10⁹ bytes (default: from the traces)"
     )
-    add_json_argument(parser)
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

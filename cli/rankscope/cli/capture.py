@@ -14,7 +14,6 @@ from rankscope.cli import nsight, options
 from rankscope.cli.capture_download import (
     DownloadError,
     Fetched,
-    add_limit_argument,
     fetch,
     prepare,
     print_capture,
@@ -59,14 +58,12 @@ what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    options.add_run_argument(parser)
-    options.add_ranks_argument(parser, suspects=True)
+    options.add_options(parser, "--run", "--ranks straggler")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record")
     length.add_argument("--seconds", type=float, metavar="SECONDS", help="how long to record")
     options.add_output_argument(parser, "DIR", "download the recordings into this directory")
-    add_limit_argument(parser)
-    options.add_json_argument(parser)
+    options.add_options(parser, "--max-bytes", "--json")
     parser.add_argument("--shapes", action="store_true", help="record the shapes of operators' inputs")
     parser.add_argument("--stacks", action="store_true", help="record Python stacks (costs most)")
     parser.add_argument("--memory", action="store_true", help="record allocations")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import json
@@ -49,8 +48,6 @@ ATTEMPTS = 4
 PAUSE_SECONDS = 1.0
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 MOST_NOTES = 8
-# Sizes are what a daemon says. A capture of 64 ranks has a few gigabytes.
-MAX_BYTES = 64 << 30
 
 
 class DownloadError(CommandError):
@@ -73,16 +70,6 @@ def artifacts(capture: pb.Capture, entry: pb.RankCapture) -> list[Artifact]:
         for number, window in enumerate(entry.more_windows, 1)
     ]
     return [Artifact(entry.rank, 0, artifact_name(capture, entry), entry.bytes), *more]
-
-
-def add_limit_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-bytes",
-        type=int,
-        default=MAX_BYTES,
-        metavar="BYTES",
-        help="download nothing if the recordings are larger than this together (default: 64 GiB)",
-    )
 
 
 def prepare(folder: Path) -> None:
@@ -219,7 +206,7 @@ def fetch(
     entries: Sequence[pb.RankCapture],
     folder: Path,
     progress: Progress,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int,
 ) -> Fetched:
     """A failure of one rank does not affect the others. Raises DownloadError if even the summary cannot be written."""
     files: dict[int, Sequence[Path]] = {}

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from rankscope.cli import options
-from rankscope.cli.capture_download import add_limit_argument, fetch, prepare, print_capture
+from rankscope.cli.capture_download import fetch, prepare, print_capture
 from rankscope.cli.capture_output import elsewhere, list_table, make_console, make_progress, to_object
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
@@ -22,18 +22,17 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
     listing = actions.add_parser("ls", help="list captures, the latest first")
-    options.add_runs_argument(listing)
+    options.add_options(listing, "--run NAMESPACE/")
     showing = actions.add_parser("show", help="show what each rank of a capture did")
     getting = actions.add_parser("get", help="download the recordings; what was begun is continued")
-    options.add_ranks_argument(getting)
+    options.add_options(getting, "--ranks", "--max-bytes")
     options.add_output_argument(getting, "DIR", "where to (default: a directory named ID, here)")
-    add_limit_argument(getting)
     cancelling = actions.add_parser("cancel", help="end a capture; what its ranks have delivered is kept")
     removing = actions.add_parser("rm", help="remove a capture that is over, its recordings included")
     for action in (showing, getting, cancelling, removing):
         action.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     for action in (listing, showing):
-        options.add_json_argument(action)
+        options.add_options(action, "--json")
     for action in (listing, showing, getting, cancelling, removing):
         add_connection_arguments(action)
 

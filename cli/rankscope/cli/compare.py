@@ -16,7 +16,7 @@ from rankscope.analysis.stats.step_time_comparison import CompareError, Comparis
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import refuse, to_stdout
 from rankscope.cli.mfu_request import QuantityError
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.step_times import UNITS, StepFileError, read_runs
 from rankscope.cli.terminal import Terminal, make_table
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="a gate for CI: exit with 1 if B is slower by more than so much, with 3 if that cannot be decided",
     )
-    add_json_argument(parser)
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

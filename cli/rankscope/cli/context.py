@@ -19,7 +19,7 @@ from rankscope.cli.contexts import (
 )
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import to_stdout
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
 
 _EPILOG = """\
 examples:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
     listing = actions.add_parser("list", help="list contexts; * marks the one in use")
     shape = listing.add_mutually_exclusive_group()
-    add_json_argument(shape)
+    add_options(shape, "--json")
     shape.add_argument("--names", action="store_true", help="print the names alone, one a line")
     using = actions.add_parser("use", help="use a context from now on")
     setting = actions.add_parser("set", help="make or replace a context from the flags of a server")

@@ -17,7 +17,7 @@ from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from rankscope.cli.demo_report import Outcome, Watch, print_summary, print_verdict, to_json
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import log_to_stderr, refuse, to_stderr, to_stdout
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.standalone import ConsoleListen, Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon.server.sockets import ListenError
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="watch so long after the fault began (default: until it is found)",
     )
     parser.add_argument("--fault", default="slow-rank", metavar="FAULT", help="see above (default: slow-rank)")
-    add_json_argument(parser)
+    add_options(parser, "--json")
     parser.add_argument("--no-probe", action="store_true", help="level 0: stacks and process counters only")
 
 

@@ -13,7 +13,7 @@ from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.daemon import add_setting_arguments, read_settings
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import to_stdout
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.common.text import one_line
 from rankscope.daemon.doctor_checks import Finding, Level
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "if there is a problem, 0 if there are warnings at most."
     )
     parser.add_argument("--cluster", action="store_true", help="examine the server of the context in use")
-    add_json_argument(parser)
+    add_options(parser, "--json")
     add_connection_arguments(parser)
     add_setting_arguments(parser)
 

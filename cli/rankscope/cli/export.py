@@ -17,7 +17,7 @@ from rankscope.cli.export_files import ExportDirectory
 from rankscope.cli.export_reader import MAX_ANSWER_BYTES, PAGE_SECONDS, QUERY_SECONDS, Missed, Reader
 from rankscope.cli.export_tables import TABLES, Source, Table
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
-from rankscope.cli.options import add_json_argument, add_output_argument, duration_seconds
+from rankscope.cli.options import add_options, add_output_argument, duration_seconds
 from rankscope.cli.prometheus_source import add_source_arguments, explained, since_seconds, source
 from rankscope.operator.prometheus_api import NO_SERIES, Failure
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", default="5m", metavar="TIME", help="time between samples (default 5m), from 15s to 1h"
     )
     parser.add_argument("--tables", default="", metavar="NAMES", help="these tables only, as in runs,losses")
-    add_json_argument(parser)
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -75,8 +75,7 @@ class Asked:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    options.add_run_argument(parser)
-    options.add_ranks_argument(parser)
+    options.add_options(parser, "--run", "--ranks")
     options.add_since_argument(parser, "10m")
     parser.add_argument(
         "--against",
@@ -102,28 +101,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Before anybody is asked."""
-    _seconds("--since", arguments.since)
+    options.duration_seconds("--since", arguments.since)
     if arguments.against not in ("", COHORT):
-        _seconds("--against", arguments.against)
+        options.duration_seconds("--against", arguments.against, "cohort, or ")
     if not options.selected_ranks(arguments) and arguments.against == COHORT:
         raise CommandError("--against cohort compares some ranks with the others; name them, as in --ranks 3")
     if arguments.output is not None:
         check_format("-o", arguments.output, is_compared=bool(arguments.against))
 
 
-def _seconds(flag: str, text: str) -> float:
-    return options.duration_seconds(flag, text, "cohort, or " if flag == "--against" else "")
-
-
 def _asked(arguments: argparse.Namespace, named: str) -> Asked:
     ranks, against = options.selected_ranks(arguments), arguments.against
     end = time.time_ns()
-    start = end - round(_seconds("--since", arguments.since) * 1e9)
+    start = end - round(options.duration_seconds("--since", arguments.since) * 1e9)
     phases = [] if arguments.phase is None else [arguments.phase]
     selection = pb.ProfileSelection(job=named, ranks=ranks, start_unix_nanos=start, end_unix_nanos=end, phases=phases)
     reference = None
     if against not in ("", COHORT):
-        earlier = round(_seconds("--against", against) * 1e9)
+        earlier = round(options.duration_seconds("--against", against) * 1e9)
         reference = pb.ProfileSelection(
             job=named, ranks=ranks, start_unix_nanos=start - earlier, end_unix_nanos=end - earlier, phases=phases
         )

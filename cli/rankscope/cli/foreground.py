@@ -70,6 +70,19 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
 
 
+def add_tls_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for daemons; with the next two")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    group.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the certificates of the others")
+
+
+def tls_files(arguments: argparse.Namespace) -> tuple[Path, Path, Path] | None:
+    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
+    if any(files) and not all(files):
+        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
+    return files if all(files) else None
+
+
 def host_port(flag: str, text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:

@@ -18,7 +18,7 @@ from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stdout
-from rankscope.cli.options import add_html_argument, add_json_argument, add_runs_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
@@ -43,9 +43,7 @@ correlator or an operator: a daemon alone does not decide that a run hangs. Mean
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("id", nargs="?", default="", metavar="ID", help="show this report (default: list all)")
-    add_runs_argument(parser)
-    add_json_argument(parser)
-    add_html_argument(parser)
+    add_options(parser, "--run NAMESPACE/", "--json", "--html")
     add_connection_arguments(parser)
 
 

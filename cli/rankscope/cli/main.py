@@ -137,8 +137,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
             if each.kinds:
                 kinds = place.add_subparsers(title="kinds", metavar="KIND")
                 for kind, text in each.kinds.items():
-                    description = text[0].upper() + text[1:]
-                    places[f"{each.name} {kind}"] = kinds.add_parser(kind, help=text, description=description)
+                    places[f"{each.name} {kind}"] = kinds.add_parser(kind, help=text, description=_sentence(text))
     return parser, {words: places[words] for words in MODULES}
 
 
@@ -152,7 +151,7 @@ def _explain(subcommand: Subcommand, error: ModuleNotFoundError) -> int:
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
+    return text[0].upper() + text[1:] + ("" if text.endswith("?") else ".")
 
 
 class _PrintVersion(argparse.Action):

@@ -18,7 +18,6 @@ from rankscope.analysis.models.model_shape import Counting
 from rankscope.cli.exit_codes import cannot_read
 from rankscope.cli.messages import to_stdout
 from rankscope.cli.mfu_memory import (
-    add_measured_arguments,
     add_memory_arguments,
     measure,
     memory_json,
@@ -27,7 +26,7 @@ from rankscope.cli.mfu_memory import (
     refuse_mfu,
 )
 from rankscope.cli.mfu_request import Asked, QuantityError, understand
-from rankscope.cli.options import add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.terminal import Terminal, make_table
 
 _EPILOG = """\
@@ -82,8 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--dtype", choices=DTYPES, help="with --gpu: number format of the run (default: bf16)")
     device.add_argument("--list-gpus", action="store_true", help="print the table of peaks")
     add_memory_arguments(parser)
-    add_measured_arguments(parser)
-    add_json_argument(parser)
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

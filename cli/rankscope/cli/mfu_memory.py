@@ -39,6 +39,12 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--fp32-gradients", action="store_true", help="accumulate gradients in fp32")
     group.add_argument("--eager-attention", action="store_true", help="attention that stores its scores")
+    group.add_argument(
+        "--memory-trace",
+        type=Path,
+        metavar="TRACE",
+        help="instead: peak, fragmentation and holders of memory in a trace made with profile_memory=True",
+    )
 
 
 def predict(arguments: argparse.Namespace, asked: Asked) -> tuple[StageMemory, ...]:
@@ -101,15 +107,6 @@ def _gib(size_bytes: float) -> str:
 
 
 # `--memory-trace`: memory as a torch-profiler trace measured it, beside the prediction of `--memory`.
-
-
-def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory-trace",
-        type=Path,
-        metavar="TRACE",
-        help="instead: peak, fragmentation and holders of memory in a trace made with profile_memory=True",
-    )
 
 
 def measure(path: Path, *, as_json: bool) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.cli.exit_codes import Exit
-from rankscope.cli.foreground import add_service_arguments, host_port, open_audit_log
+from rankscope.cli.foreground import add_service_arguments, add_tls_arguments, host_port, open_audit_log, tls_files
 from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
 from rankscope.cli.prometheus_stack import add_prometheus_url_argument
 from rankscope.operator.access.api_server import PORT, UserApiSettings
@@ -29,9 +29,7 @@ def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make and renew the daemons' and our own, in Secrets of our namespace; in place of the next three",
     )
-    group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for the daemons; with the next two")
-    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
-    group.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the daemons' certificates")
+    add_tls_arguments(group)
     group.add_argument(
         "--api-name",
         action="append",
@@ -48,10 +46,8 @@ def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
     """Raises ValueError for flags that contradict each other, or that would leave a token without TLS."""
-    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
-    if any(files) and not all(files):
-        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
-    if arguments.fleet_certificates and any(files):
+    files = tls_files(arguments)
+    if arguments.fleet_certificates and files:
         raise ValueError("--fleet-certificates makes the files of --tls-certificate: leave one of them out")
     certificate: Path | None = arguments.api_certificate
     key: Path | None = arguments.api_key
@@ -68,7 +64,7 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
         kept = fleet_rotation(settings.namespace, arguments.api_name)
     return replace(
         settings,
-        daemon_tls=files if all(files) else None,
+        daemon_tls=files,
         fleet_certificates=kept,
         serving_files=serving,
         metrics_auth=arguments.metrics_auth,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rankscope.cli.exit_codes import CommandError
 from rankscope.common.rank_selection import ALL, STRAGGLER, STRAGGLER_AND_PEER, SUSPECTS, ChoiceError, numbered_ranks
@@ -14,43 +14,41 @@ _DURATION: Final = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([smhd])(?:\s+ag
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-# What a command prints, and the files it writes.
+_RANKS: Final = "these ranks only, as in 0-7,12 (default: all)"
+# By what a user may write: the first word is the option.
+_OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "--json": {"action": "store_true", "help": "print one JSON object and nothing else on stdout"},
+    "--html": {"type": Path, "metavar": "FILE", "help": "write the result as a page, too; it loads nothing"},
+    "--run": {"default": "", "metavar": "RUN", "help": "this run (default: the only one)"},
+    "--run NAMESPACE/": {
+        "default": "",
+        "metavar": "RUN",
+        "help": "this run only; NAMESPACE/: those of a namespace (default: all)",
+    },
+    "--ranks": {"default": ALL, "metavar": "RANKS", "help": _RANKS},
+    # Sizes are what a daemon says. A capture of 64 ranks has a few gigabytes.
+    "--max-bytes": {
+        "type": int,
+        "default": 64 << 30,
+        "metavar": "BYTES",
+        "help": "download nothing if the recordings are larger than this together (default: 64 GiB)",
+    },
+    "--ranks straggler": {
+        "default": ALL,
+        "metavar": "RANKS",
+        "help": f"{_RANKS}; or {STRAGGLER}, the slow rank; or {STRAGGLER_AND_PEER}, it and a healthy one beside it",
+    },
+}
 
 
-def add_json_argument(parser: argparse._ActionsContainer, *, more: str = "") -> None:
-    parser.add_argument("--json", action="store_true", help=f"print one JSON object and nothing else on stdout{more}")
-
-
-def add_html_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the result as a page, too; it loads nothing")
+def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
+    for name in names:
+        parser.add_argument(name.split()[0], **_OPTIONS[name])
 
 
 def add_output_argument(parser: argparse.ArgumentParser, form: str, text: str, *, required: bool = False) -> None:
     """`form` is FILE or DIR."""
     parser.add_argument("-o", "--output", type=Path, metavar=form, required=required, help=text)
-
-
-# Which run, which ranks, which time.
-
-
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """For a command about one run."""
-    parser.add_argument("--run", default="", metavar="RUN", help="this run (default: the only one)")
-
-
-def add_runs_argument(parser: argparse.ArgumentParser) -> None:
-    """For a command that lists."""
-    parser.add_argument(
-        "--run", default="", metavar="RUN", help="this run only; NAMESPACE/: those of a namespace (default: all)"
-    )
-
-
-def add_ranks_argument(parser: argparse.ArgumentParser, *, suspects: bool = False) -> None:
-    """`suspects`: words for the ranks that the server finds slow, too."""
-    text = "these ranks only, as in 0-7,12 (default: all)"
-    if suspects:
-        text += f"; or {STRAGGLER}, the slow rank; or {STRAGGLER_AND_PEER}, it and a healthy one beside it"
-    parser.add_argument("--ranks", default=ALL, metavar="RANKS", help=text)
 
 
 def selected_ranks(arguments: argparse.Namespace, *, suspects: bool = False) -> list[int]:

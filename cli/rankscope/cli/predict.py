@@ -18,7 +18,7 @@ from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Pre
 from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stdout
-from rankscope.cli.options import add_html_argument, add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.predict_device import (
     add_device_arguments,
@@ -64,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"changes to predict, + for two together: {', '.join(_BY_NAME)} (default: each)",
     )
     add_step_argument(parser)
-    add_json_argument(parser)
-    add_html_argument(parser)
+    add_options(parser, "--json", "--html")
     add_device_arguments(parser)
 
 

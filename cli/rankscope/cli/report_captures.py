@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import zlib
@@ -17,9 +16,9 @@ from rankscope.analysis.quantities import count, quantity, shorten, shorten_all
 from rankscope.analysis.traces.capture_report import CaptureReport, CaptureRow, capture_report, capture_row
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import overwrite, to_stderr
-from rankscope.cli.options import add_json_argument, add_output_argument
+from rankscope.cli.options import add_options, add_output_argument
 from rankscope.cli.output_file import open_output, write_output, writing
-from rankscope.cli.trace_report.files import BrokenFile, find_files
+from rankscope.cli.trace_report.files import BrokenFile, find_files, without_collection
 from rankscope.cli.trace_report.reduction import reduce_files
 from rankscope.cli.trace_report.report import make_report, verdict_of
 
@@ -57,7 +56,7 @@ class PartHeader(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="*", metavar="DIR", help="directories with captures")
-    add_json_argument(parser)
+    add_options(parser, "--json")
     add_output_argument(parser, "FILE", "write the object of --json there, and print nothing")
     parser.add_argument("--shards", type=int, metavar="N", help="number of workers that share the captures")
     parser.add_argument(
@@ -139,12 +138,8 @@ def _name(folder: Path, roots: Sequence[Path]) -> str:
 
 
 def _row(name: str, run: str, paths: Sequence[Path], broken: Sequence[BrokenFile]) -> CaptureRow:
-    gc.disable()  # millions of records without reference cycles
-    try:
-        files = reduce_files([str(path) for path in paths], top=_TOP_KERNELS)
-        report = make_report(files).report
-    finally:
-        gc.enable()
+    with without_collection():
+        report = make_report(reduce_files([str(path) for path in paths], top=_TOP_KERNELS)).report
     words = [f"{one.path}: {one.reason}" for one in broken] + [f"{one.file}: {one.reason}" for one in report.broken]
     return capture_row(name, run, report.ranks, report.bound, report.findings, verdict_of(report), tuple(words))
 

@@ -21,7 +21,7 @@ from rankscope.analysis.plots.svg import Axis
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
-from rankscope.cli.options import add_html_argument, add_json_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.prometheus_source import add_source_arguments, explained, since_seconds, source
 from rankscope.common import object_store
@@ -51,8 +51,7 @@ ASK_SECONDS = 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_source_arguments(parser)
-    add_html_argument(parser)
-    add_json_argument(parser)
+    add_options(parser, "--html", "--json")
     parser.add_argument(
         "--upload",
         default="",

@@ -26,7 +26,7 @@ from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.job_tables import MARKS
 from rankscope.cli.messages import refuse, to_stderr
-from rankscope.cli.options import add_html_argument
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json
 from rankscope.cli.standalone import Standalone, private_config
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--summary", type=Path, metavar="FILE", help="write what was measured as JSON, for `rankscope compare`"
     )
-    add_html_argument(parser)
+    add_options(parser, "--html")
     parser.add_argument("--quiet", action="store_true", help="print the card only")
     parser.add_argument("--no-probe", action="store_true", help="do not load the probe; stacks and counters only")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, with arguments")

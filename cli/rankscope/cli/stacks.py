@@ -32,9 +32,7 @@ Exit code: 0 if a stack was read, 1 if none was; 2 usage, 4 no server, 5 refused
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    options.add_run_argument(parser)
-    options.add_ranks_argument(parser)
-    options.add_json_argument(parser)
+    options.add_options(parser, "--run", "--ranks", "--json")
     add_connection_arguments(parser)
 
 

@@ -98,9 +98,7 @@ SORTS: dict[str, Callable[[RankWindow], Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
-    options.add_json_argument(parser, more="; without --once, one a line for each refresh")
-    options.add_runs_argument(parser)
-    options.add_ranks_argument(parser)
+    options.add_options(parser, "--json", "--run NAMESPACE/", "--ranks")
     parser.add_argument("--sort", choices=tuple(SORTS), default="rank", help="order of the ranks (default: rank)")
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="most ranks shown of a run (default: 32)")
     add_connection_arguments(parser)

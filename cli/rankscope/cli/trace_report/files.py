@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,16 @@ _MOST_PROCESSES = 8
 
 Made = TypeVar("Made")
 Progress = Callable[[int, int], None]  # files done, files
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Millions of records are created without reference cycles: garbage collection would only cost time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -164,27 +176,36 @@ def _assign_ranks(stated: Mapping[Path, int | None], broken: list[BrokenFile]) -
     return ranks
 
 
-def find_files(paths: Sequence[str | Path]) -> tuple[list[Path], list[BrokenFile]]:
-    """Each file once, in order; and requested files that do not exist."""
+def is_trace_name(name: str) -> bool:
+    return name.endswith(_SUFFIXES) and name != _CAPTURE_SUMMARY
+
+
+def find_files(
+    paths: Sequence[str | Path],
+    is_wanted: Callable[[str], object] = is_trace_name,
+    nothing: str = "this directory holds no *.json or *.json.gz",
+) -> tuple[list[Path], list[BrokenFile]]:
+    """Files, those below directories whose names are wanted, and those that globs match: each once, in order; and what
+    cannot be read. `nothing` is the reason for a directory without any."""
     files: dict[Path, Path] = {}
     broken: list[BrokenFile] = []
     for asked in paths:
-        for path in _expand(asked, broken):
+        for path in _expand(asked, partial(_below, is_wanted=is_wanted, nothing=nothing, broken=broken), broken):
             files.setdefault(path.resolve(), path)
     return list(files.values()), broken
 
 
-def _expand(asked: str | Path, broken: list[BrokenFile]) -> list[Path]:
+def _expand(asked: str | Path, below: Callable[[Path], list[Path]], broken: list[BrokenFile]) -> list[Path]:
     path = Path(asked)
     try:
         if path.is_dir():
-            return _below(path, broken)
+            return below(path)
         path.stat()
     except FileNotFoundError as error:
         if glob.has_magic(str(asked)):
             found = [Path(each) for each in sorted(glob.glob(str(asked), recursive=True))]  # noqa: PTH207 (absolute too)
             files = _regular([each for each in found if not each.is_dir()], broken)
-            inside = [*files, *(below for each in found if each.is_dir() for below in _below(each, broken))]
+            inside = [*files, *(file for each in found if each.is_dir() for file in below(each))]
             if not found:
                 broken.append(BrokenFile(path, "no file matches"))
             return inside
@@ -196,7 +217,7 @@ def _expand(asked: str | Path, broken: list[BrokenFile]) -> list[Path]:
     return [path]
 
 
-def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
+def _below(folder: Path, is_wanted: Callable[[str], object], nothing: str, broken: list[BrokenFile]) -> list[Path]:
     problems: list[BrokenFile] = []
 
     def note(error: OSError) -> None:
@@ -206,13 +227,13 @@ def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
         Path(place) / name
         for place, _, names in os.walk(folder, onerror=note)
         for name in names
-        if name.endswith(_SUFFIXES) and not name.startswith(".") and name != _CAPTURE_SUMMARY
+        if is_wanted(name) and not name.startswith(".")
     ]
-    found = _regular(named, problems)
+    found = _regular(sorted(named), problems)
     broken += problems
     if not found and not problems:
-        broken.append(BrokenFile(folder, "this directory holds no *.json or *.json.gz"))
-    return sorted(found)
+        broken.append(BrokenFile(folder, nothing))
+    return found
 
 
 def _regular(paths: list[Path], broken: list[BrokenFile]) -> list[Path]:
