@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME …] [--json FILE]`."""
+"""`python -m benchmarks [NAME …] [-o FILE]`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(BENCHMARKS)} (default: all)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the raw numbers there")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
     if unknown:
@@ -79,8 +79,8 @@ def main() -> int:
         print(f"    {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     print(table(rows))
-    if arguments.json:
-        write_json(arguments.json, rows)
+    if arguments.output:
+        write_json(arguments.output, rows)
     return 1 if failed else 0
 
 

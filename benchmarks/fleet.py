@@ -242,13 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--daemons", type=int, default=DAEMONS, metavar="N", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the raw numbers there")
     arguments = parser.parse_args()
     rows = measure(arguments.daemons, arguments.seconds)
     print(table(rows))
     print(json.dumps({**machine(), **rows[0].raw}))
-    if arguments.json:
-        write_json(arguments.json, rows)
+    if arguments.output:
+        write_json(arguments.output, rows)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Demo(NamedTuple):
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Demo]:
     """A running one, from the beginning of its fault on."""
-    command = [sys.executable, "-m", "rankscope.cli.main", "demo", "--ranks", str(RANKS), "--seconds", "600"]
+    command = [sys.executable, "-m", "rankscope.cli.main", "demo", "--world-size", str(RANKS), "--seconds", "600"]
     command += ["--fault", f"slow-rank:rank={CULPRIT},delay={DELAY_MS}"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

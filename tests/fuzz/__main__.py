@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, help="folder for the corpus, the findings and the figures")
-    parser.add_argument("--json", type=Path, help="write the figures there as well")
+    parser.add_argument("-o", "--output", type=Path, help="write the figures there as well")
     parser.add_argument("--reproduce", type=Path, metavar="FILE", help="run one input on the --target and stop")
     return parser.parse_args()
 
@@ -170,8 +170,8 @@ def _conclude(
             total.write_text(json.dumps(rows[name]))
     figures = {"python": platform.python_version(), "machine": platform.machine(), "jobs": asked.jobs, "targets": rows}
     (state / "figures.json").write_text(json.dumps(figures, indent=1))
-    if asked.json:
-        asked.json.write_text(json.dumps(figures, indent=1))
+    if asked.output:
+        asked.output.write_text(json.dumps(figures, indent=1))
     print_table(rows, state)
     return 1 if any(row["findings"] for row in rows.values()) else 0
 

@@ -151,7 +151,18 @@ def test_a_slow_rank_is_named_captured_and_found_after_restarts(fleet: Fleet, tm
 
     # The slow rank with a peer, for a user who is known by a certificate.
     done = fleet.ask(
-        *("capture", run, "--ranks", "straggler+peer", "--steps", "3", "--json", "--reason", "slow since noon"),
+        *(
+            "capture",
+            "--run",
+            run,
+            "--ranks",
+            "straggler+peer",
+            "--steps",
+            "3",
+            "--json",
+            "--reason",
+            "slow since noon",
+        ),
         *("--output", str(tmp_path / "traces")),
     )
     assert done.returncode == 0, done.stderr + fleet.explain()

@@ -80,7 +80,7 @@ def test_the_command_works_outside_the_checkout(installed: Path, tmp_path: Path)
 @pytest.mark.acceptance
 def test_the_demo_outside_the_checkout_finds_a_slow_first_rank(installed: Path, tmp_path: Path) -> None:
     fault = "slow-rank:rank=0,delay=60"
-    printed = run([str(installed / "rankscope"), "demo", "--ranks", "2", "--fault", fault, "--json"], tmp_path)
+    printed = run([str(installed / "rankscope"), "demo", "--world-size", "2", "--fault", fault, "--json"], tmp_path)
     report = json.loads(printed.splitlines()[-1])
     assert report["right"], report
     assert (report["verdict"], report["culprits"], report["cause"]["phase"]) == ("slow_rank", [0], "forward"), report

@@ -221,7 +221,7 @@ def test_a_rank_in_a_container_is_not_touched(machine: Machine, capsys: pytest.C
         (["--steps", "3", "--patience", "0"], "leave out all options but"),
         (["--seconds", "1e9"], "a capture takes 0.05 to 60"),
         (["--steps", "3", "--ranks", "5"], "rank 5 of 'bert' not seen on this machine"),
-        (["--steps", "3", "--run", "other"], "no job 'other' on this node"),
+        (["--steps", "3", "--run", "other"], "no run 'other' is seen now"),
         (["--steps", "3", "--connect", "127.0.0.1:1", "--plaintext"], "is a network address; run it there"),
     ],
 )

@@ -25,7 +25,7 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
     end, summary, page = tmp_path / "end", tmp_path / "summary.json", tmp_path / "card.html"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SLOW_RANK), str(end))
     with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
-        command = [*RUN, "--json", str(summary), "--html", str(page), "--", *torchrun]
+        command = [*RUN, "--summary", str(summary), "--html", str(page), "--", *torchrun]
         running = subprocess.Popen(command, stdout=stdout, stderr=stderr)
 
     def told() -> str:

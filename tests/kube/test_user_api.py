@@ -201,7 +201,16 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
             wait_until(lambda: _is_admitted(server))
             (folder / "token").write_text(token_of(server, TEAM, "ada", "rankscope"))
             command = [
-                *(*MAIN, "capture", f"{TEAM}/{run.object_name}", "--connect", address, "--tls-server-name", NAME),
+                *(
+                    *MAIN,
+                    "capture",
+                    "--run",
+                    f"{TEAM}/{run.object_name}",
+                    "--connect",
+                    address,
+                    "--tls-server-name",
+                    NAME,
+                ),
                 *("--certificate-authority", str(authority.certificate), "--token-file", str(folder / "token")),
                 *("--ranks", "0,1", "--steps", "3", "--reason", "slow since noon", "--json"),
                 *("--output", str(folder / "traces")),

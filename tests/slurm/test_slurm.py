@@ -152,7 +152,7 @@ def test_the_slurm_jobs_slow_rank_is_named_and_captured(training: Training) -> N
     assert {window.identity.rank: window.identity.node for window in status.ranks} == NODES
 
     asked = ["--ranks", "straggler+peer", "--steps", "3", "--output", str(training.folder / "traces"), "--json"]
-    command = [*MAIN, "capture", training.run, "--connect", training.api, "--plaintext", *asked]
+    command = [*MAIN, "capture", "--run", training.run, "--connect", training.api, "--plaintext", *asked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     captured = {rank["rank"]: rank for rank in json.loads(done.stdout)["ranks"]}

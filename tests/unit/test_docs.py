@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli.exit_codes import Exit
+from rankscope.cli.main import SUBCOMMANDS, TASKS
 from rankscope.daemon.config import SETTINGS
 from tools.exported_metrics import exported_metrics
 
@@ -56,6 +57,24 @@ def test_every_setting_is_described_with_its_flag_variable_and_default() -> None
             assert cells[3] == (str(default).lower() if isinstance(default, bool) else str(default)), setting.name
 
 
+def test_settings_are_described_in_the_groups_of_the_help_with_their_choices() -> None:
+    page = document("configuration.md")
+    for group in dict.fromkeys(setting.group for setting in SETTINGS):
+        section = page.split(f"\n### {group[0].upper()}{group[1:]}\n")[1].split("\n#")[0]
+        ours = [setting for setting in SETTINGS if setting.group == group]
+        shown = {cells[0].strip("`"): cells[4] for cells in rows(section) if cells[0].startswith("`")}
+        assert list(shown) == [setting.name for setting in ours]
+        for setting in ours:
+            assert all(re.search(rf"\b{choice}\b", shown[setting.name]) for choice in setting.choices), setting.name
+
+
+def test_the_table_of_commands_is_that_of_the_help() -> None:
+    table = document("cli.md").split("\n## ")[0]
+    shown = [cells for cells in rows(table) if "`rankscope " in cells[1]]
+    assert [cells[0] for cells in shown if cells[0]] == list(TASKS)
+    assert [re.findall(r"`rankscope (\w+)", cells[1])[0] for cells in shown] == [one.name for one in SUBCOMMANDS]
+
+
 def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
     table = document("cli.md").split("\n## Exit codes\n")[1]
     assert [int(cells[0]) for cells in rows(table) if cells[0].isdigit()] == [status.value for status in Exit]
@@ -92,7 +111,7 @@ def test_every_flag_in_a_document_exists(path: Path) -> None:
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines))) - foreign
     known = {setting.flag for setting in SETTINGS}
     for source in (*(ROOT / "cli").glob("rankscope/cli/**/*.py"), ROOT / "tests" / "fuzz" / "__main__.py"):
-        known |= set(re.findall(r"add_argument\(\s*\"(--[a-z0-9-]+)\"", source.read_text()))
+        known |= set(re.findall(r"\"(--[a-z0-9-]+)\"", source.read_text()))
     assert used <= known
 
 

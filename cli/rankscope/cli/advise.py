@@ -16,6 +16,7 @@ from rankscope.analysis.replay.prediction import gain_words
 from rankscope.analysis.traces.diagnosis import Diagnosis
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.predict import add_step_argument, prediction_json, read_step, to_json
 from rankscope.cli.prediction_text import facts, gain_unit, headline
 from rankscope.cli.terminal import Terminal, make_table
@@ -36,11 +37,10 @@ _ANSWERS = {True: "yes", False: "no", None: "not known"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="+", metavar="FILE|DIR", help="traces (.json, .json.gz), directories or globs")
     add_step_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

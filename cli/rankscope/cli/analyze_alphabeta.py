@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.analysis.collectives.alpha_beta import Observations
-from rankscope.analysis.collectives.kinds import kind_of_note
+from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.collectives.timings import UnreadableError, read_text
 from rankscope.analysis.traces.collective_timings import observe_traces
 from rankscope.cli.alpha_beta_report import draw_svg, make_page, make_report, print_report, to_json
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.exit_codes import CommandError, cannot_read
 from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
 from rankscope.cli.trace_report.files import load_traces, show_progress
@@ -32,39 +33,37 @@ FILE is CSV or JSON with op, bytes, seconds (or us, ms) and ranks, and if there 
 nccl-tests; or torch traces, a directory of them too. bytes are those of the whole array, as nccl-tests count them.
 Formats, numbers and JSON keys: docs/analyze-alphabeta.md.
 """
+_OPS = [
+    kind.label
+    for kind in CollectiveKind
+    if kind not in (CollectiveKind.OTHER, CollectiveKind.SEND_RECV, CollectiveKind.COALESCED)
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("files", nargs="+", metavar="FILE", help="CSV, JSON, output of nccl-tests, or torch traces")
-    parser.add_argument("--op", metavar="NAME", help="the collective, where the file does not say: all_reduce, …")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of a group, where the file does not say")
-    parser.add_argument("--at-ranks", type=int, metavar="N", help="predict for N ranks, too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write predicted against actual as a plot")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--op", choices=_OPS, help="the collective, where the file does not say")
+    parser.add_argument("--group-size", type=int, metavar="N", help="ranks of a group, where the file does not say")
+    parser.add_argument("--at-group-size", type=int, metavar="N", help="predict for a group of N ranks, too")
+    add_options(parser, "--json", "--html")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write predicted against actual as a plot, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for option, value in (("--ranks", arguments.ranks), ("--at-ranks", arguments.at_ranks)):
+    for option, value in (("--group-size", arguments.group_size), ("--at-group-size", arguments.at_group_size)):
         if value is not None and not 1 <= value < 1 << 31:
             return refuse(f"{option}: {value} is not a valid number of ranks; give 1 or more")
-    if arguments.op and kind_of_note(arguments.op) is None:
-        return refuse(f"--op: {arguments.op!r} is not a collective; use all_reduce, all_gather, reduce_scatter, …")
     try:
-        read = read_collectives(arguments.files, op=arguments.op, ranks=arguments.ranks)
+        read = read_collectives(arguments.files, op=arguments.op, ranks=arguments.group_size)
     except MemoryError:
         return refuse(f"{arguments.files[0]}: does not fit into memory; give fewer files")
-    report = make_report(read.observations, read.notes, read.source, arguments.at_ranks)
+    report = make_report(read.observations, read.notes, read.source, arguments.at_group_size)
     name = Path(arguments.files[0]).name if len(arguments.files) == 1 else f"{len(arguments.files)} files"
-    for path in (arguments.svg, arguments.html):
-        if path is not None:
-            text = draw_svg(report) if path is arguments.svg else make_page(report, name)
-            try:
-                write_output(path, text)
-            except OSError as error:
-                return refuse(f"{path}: {error.strerror or error}; choose a place that can be written")
+    if arguments.svg is not None:
+        write_output("--svg", arguments.svg, draw_svg(report))
+    if arguments.html is not None:
+        write_output("--html", arguments.html, make_page(report, name))
     if arguments.json:
         to_stdout(json.dumps(to_json(report), allow_nan=False))
         return 0
@@ -80,13 +79,6 @@ _LARGEST_TEXT_BYTES = 256 << 20
 _TRACE_MARKS = (b'"traceEvents"', b'"schemaVersion"', b'"ph"')
 
 
-class FileError(CommandError):
-    """What is wrong with which file."""
-
-    def __init__(self, path: object, reason: str) -> None:
-        super().__init__(f"{path}: {reason}")
-
-
 @dataclass(frozen=True)
 class ReadCollectives:
     observations: Observations
@@ -95,13 +87,13 @@ class ReadCollectives:
 
 
 def read_collectives(paths: Sequence[str], *, op: str | None = None, ranks: int | None = None) -> ReadCollectives:
-    """Raises FileError. Broken traces among many are left out and named in the notes."""
+    """Raises CommandError. Broken traces among many are left out and named in the notes."""
     are_traces = [_is_trace(path) for path in paths]
     if all(are_traces):
         return _read_traces(paths, ranks)
     if any(are_traces):
         odd = paths[are_traces.index(not are_traces[0])]
-        raise FileError(odd, "traces and tables of collectives cannot be read together; analyse them one by one")
+        raise CommandError(f"{odd}: traces and tables of collectives cannot be read together; analyse them one by one")
     parts = [_read_text(path, op, ranks) for path in paths]
     return ReadCollectives(parts[0] if len(parts) == 1 else _together(paths, parts), "text", ())
 
@@ -115,7 +107,7 @@ def _is_trace(path: str) -> bool:
         with place.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except (OSError, ValueError) as error:
-        raise FileError(path, _os_reason(error)) from None
+        raise CommandError(f"{path}: {cannot_read(error)}") from None
     if head.startswith(b"\x1f\x8b"):
         return True
     return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") and any(mark in head for mark in _TRACE_MARKS)
@@ -125,14 +117,14 @@ def _read_text(path: str, op: str | None, ranks: int | None) -> Observations:
     place = Path(path)
     try:
         if place.stat().st_size > _LARGEST_TEXT_BYTES:
-            raise FileError(path, f"is larger than {_LARGEST_TEXT_BYTES >> 20} MiB; cut it into pieces")
+            raise CommandError(f"{path}: is larger than {_LARGEST_TEXT_BYTES >> 20} MiB; cut it into pieces")
         return read_text(place.read_text(encoding="utf-8"), name=place.stem, op=op, ranks=ranks)
     except UnicodeDecodeError:
-        raise FileError(path, "is no text; give CSV, JSON, the output of nccl-tests, or torch traces") from None
+        raise CommandError(f"{path}: is no text; give CSV, JSON, the output of nccl-tests, or torch traces") from None
     except OSError as error:
-        raise FileError(path, _os_reason(error)) from None
+        raise CommandError(f"{path}: {cannot_read(error)}") from None
     except UnreadableError as error:
-        raise FileError(path, str(error)) from None
+        raise CommandError(f"{path}: {error}") from None
 
 
 def _together(paths: Sequence[str], parts: list[Observations]) -> Observations:
@@ -159,16 +151,11 @@ def _read_traces(paths: Sequence[str], ranks: int | None) -> ReadCollectives:
     if not loaded.traces:
         first = loaded.broken[0]
         more = f" (and {len(loaded.broken) - 1} more files)" if len(loaded.broken) > 1 else ""
-        raise FileError(first.path, f"{first.reason}{more}")
+        raise CommandError(f"{first.path}: {first.reason}{more}")
     notes = [f"{broken.path} left out: {broken.reason}" for broken in loaded.broken]
     known = {one.trace.rank: one.trace for one in loaded.traces if one.trace.rank is not None}
     traces = known if known else {0: loaded.traces[0].trace}
     observed = observe_traces(traces, ranks=ranks)
     if not len(observed.observations):
-        raise FileError(paths[0], "holds no collective that was timed; trace a job of several ranks with NCCL or gloo")
+        raise CommandError(f"{paths[0]}: no collective that was timed; trace a job of several ranks with NCCL or gloo")
     return ReadCollectives(observed.observations, "traces", (*notes, *observed.notes))
-
-
-def _os_reason(error: OSError | ValueError) -> str:
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"cannot be read: {words[:1].lower()}{words[1:]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import re
@@ -23,8 +22,10 @@ from rankscope.analysis.collectives.flight_recorder.matching import Stall, analy
 from rankscope.analysis.collectives.flight_recorder.records import Position
 from rankscope.analysis.collectives.flight_recorder.report import Outcome, Report, absence_text, make_report, to_json
 from rankscope.analysis.quantities import count, shorten
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.exit_codes import Exit, cannot_read
 from rankscope.cli.messages import overwrite, refuse, to_stderr, to_stdout
+from rankscope.cli.options import add_options
+from rankscope.cli.trace_report.files import find_files, without_collection
 from rankscope.common.rank_selection import rank_ranges
 
 if TYPE_CHECKING:
@@ -50,19 +51,14 @@ _FILES_OF_A_TASK = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="+", metavar="FILE", help="dumps, directories of dumps, or globs; one per rank")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Millions of records are created without reference cycles: garbage collection would only cost time.
-    gc.disable()
-    try:
+    with without_collection():
         return _run(arguments)
-    finally:
-        gc.enable()
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -97,7 +93,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _read(paths: Sequence[str], catalog: Catalog, left_out: list[tuple[Path, str]]) -> dict[int, Dump]:
     dumps: dict[int, Dump] = {}
     read_from: dict[int, Path] = {}
-    for path, dump in _read_files(list(_files(paths, left_out)), catalog):
+    files, broken = find_files(paths, _RANK.search, "no dump in it; name what torch wrote, as in fr_0")
+    left_out += [(one.path, one.reason) for one in broken]
+    for path, dump in _read_files(files, catalog):
         if isinstance(dump, str):
             left_out.append((path, dump))
             continue
@@ -143,39 +141,10 @@ def _read_part(files: Sequence[Path]) -> tuple[list[tuple[Path, Dump | str]], Ca
             with path.open("rb") as file:
                 read.append((path, read_dump(file.read(DUMP_BYTES_MOST + 1), catalog)))
         except OSError as error:
-            read.append((path, f"cannot be read: {error.strerror or error}"))
+            read.append((path, cannot_read(error)))
         except DumpError as error:
             read.append((path, str(error)))
     return read, catalog
-
-
-def _files(paths: Sequence[str], left_out: list[tuple[Path, str]]) -> Iterator[Path]:
-    """Each file once. Pipes and devices below a directory or matched by a glob are left out: opening one may wait."""
-    seen: set[Path] = set()
-    for asked in paths:
-        for path in _expand(asked, left_out):
-            place = path.resolve()
-            if place not in seen:
-                seen.add(place)
-                yield path
-
-
-def _expand(asked: str, left_out: list[tuple[Path, str]]) -> list[Path]:
-    path = Path(asked)
-    try:
-        if path.is_dir():
-            found = [one for one in sorted(path.rglob("*")) if _RANK.search(one.name)]
-        elif path.exists():
-            return [path]
-        else:
-            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        found = [one for one in found if not one.name.startswith(".") and one.is_file()]
-    except (OSError, ValueError) as error:
-        left_out.append((path, f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"))
-        return []
-    if not found:
-        left_out.append((path, "there is no such file, or no dump in it; name what torch wrote, as in fr_0"))
-    return found
 
 
 # Text.

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from rankscope.analysis.collectives.nccl_log import SOCKET, NcclLog
 from rankscope.analysis.verdicts.network import NcclFacts
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.exit_codes import Exit, cannot_read
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.common.text import printable
 
 _EPILOG = """\
 examples:
   NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%h.%p.log torchrun … train.py
   rankscope analyze nccl-log /tmp/nccl.*.log
-  rankscope analyze nccl-log /tmp/nccl.*.log --json | jq '.[].network'
+  rankscope analyze nccl-log /tmp/nccl.*.log --json | jq '.files[].network'
 
 FILE may also be the output of a job that wrote NCCL's lines into it. With NCCL_DEBUG_SUBSYS=INIT,NET,TUNING the log has
 algorithms and protocols too. Meanings: docs/network.md.
@@ -27,10 +28,9 @@ MAX_BYTES = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="debug files of NCCL, one or more per rank")
-    parser.add_argument("--json", action="store_true", help="print a JSON object per file, in a list")
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             with path.open("rb") as file:
                 text = file.read(MAX_BYTES).decode("utf-8", "replace")
         except OSError as error:
-            return refuse(f"{path}: cannot be read: {error.strerror}")
+            return refuse(f"{path}: {cannot_read(error)}")
         log = NcclLog()
         log.add(text.split("\n"))
         if log.lines:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not found:
         return refuse("no line of NCCL in these files; start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_FILE")
     if arguments.json:
-        to_stdout(json.dumps([{"file": str(path), **asdict(facts)} for path, facts in found.items()]))
+        to_stdout(json.dumps({"files": [{"file": str(path), **asdict(facts)} for path, facts in found.items()]}))
         return Exit.OK
     # Files of ranks that say the same are shown once.
     alike: dict[NcclFacts, list[Path]] = {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.timelines.report import NOT_DECLARED, TimelineReport, analyze
+from rankscope.analysis.timelines.report import NOT_DECLARED, analyze
 from rankscope.analysis.timelines.timeline import (
     MAX_ROWS,
     OPTIONAL,
@@ -24,7 +22,9 @@ from rankscope.analysis.timelines.timeline import (
     read_columns,
 )
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.cli.exit_codes import cannot_read
 from rankscope.cli.messages import overwrite, refuse, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
 from rankscope.cli.timeline_report import draw_svg, make_page, print_report, to_json
@@ -43,29 +43,27 @@ rows tell. Columns, numbers and JSON keys: docs/analyze-timeline.md.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("file", type=Path, metavar="FILE", help="parquet or CSV, a row per operation")
     parser.add_argument("--meta", type=Path, metavar="YAML", help="sizes of the job: pp_size, dp_size, tp_size …")
     parser.add_argument("--unit", choices=tuple(UNITS), default="s", help="of start_ts and duration (default: s)")
     parser.add_argument("--min-steps", type=int, metavar="N", help="steps needed for a verdict (default: 20)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--heatmap", type=Path, metavar="FILE", help="write stage × dp rank to FILE.svg")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    add_options(parser, "--json", "--html")
+    parser.add_argument("--heatmap", type=Path, metavar="FILE", help="write stage × dp rank to FILE.svg, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.heatmap and arguments.heatmap.suffix.lower() != ".svg":
-        return _fail(arguments.heatmap, "a heat map is an SVG picture; give it the ending .svg")
+        return refuse(f"{arguments.heatmap}: a heat map is an SVG picture; give it the ending .svg")
     policy = DEFAULT_POLICY
     if arguments.min_steps is not None:
         if arguments.min_steps < 1:
-            return _fail("--min-steps", "must be 1 or more")
+            return refuse("--min-steps: must be 1 or more")
         policy = replace(policy, steps_needed=arguments.min_steps)
     try:
         sizes = read_sizes(arguments.meta) if arguments.meta else NOT_DECLARED
     except FileError as error:
-        return _fail(arguments.meta, error)
+        return refuse(f"{arguments.meta}: {error}")
     try:
         overwrite(f"reading {arguments.file.name} …")
         timeline = read_timeline(arguments.file, arguments.unit)
@@ -73,39 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
         report = analyze(timeline, sizes, policy)
         overwrite("")
     except (FileError, TimelineError) as error:
-        return _fail(arguments.file, error)
+        return refuse(f"{arguments.file}: {error}")
     except MemoryError:
-        return _fail(arguments.file, "does not fit into memory; cut it to fewer steps")
-    try:
-        _draw(report, arguments)
-    except OSError as error:
-        return _fail(error.filename, f"{error.strerror or error}; choose a place that can be written")
-    try:
-        _print(report, as_json=arguments.json)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader closed the pipe; without this, Python reports an error when it closes its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
+        return refuse(f"{arguments.file}: does not fit into memory; cut it to fewer steps")
     if arguments.heatmap is not None:
-        write_output(arguments.heatmap, draw_svg(report))
+        write_output("--heatmap", arguments.heatmap, draw_svg(report))
     if arguments.html is not None:
-        write_output(arguments.html, make_page(report, arguments.file.name))
-
-
-def _print(report: TimelineReport, *, as_json: bool) -> None:
-    if as_json:
+        write_output("--html", arguments.html, make_page(report, arguments.file.name))
+    if arguments.json:
         to_stdout(json.dumps(to_json(report), allow_nan=False))
     else:
         print_report(report, Terminal(soft_wrap=True))
-
-
-def _fail(what: object, why: object) -> int:
-    overwrite("")
-    return refuse(f"{what}: {why}")
+    return 0
 
 
 # Files: timelines of operations from parquet or CSV, and the job's sizes from YAML.
@@ -136,7 +113,7 @@ def read_timeline(path: Path, unit: str) -> Timeline:
         with path.open("rb") as file:
             magic = file.read(len(_PARQUET_MAGIC))
     except OSError as error:
-        raise FileError(f"{error.strerror or error}; give a parquet or CSV file of operations") from error
+        raise FileError(cannot_read(error)) from error
     if not magic:
         raise FileError("the file is empty; give a parquet or CSV file of operations")
     if magic == _PARQUET_MAGIC:
@@ -213,7 +190,7 @@ def read_sizes(path: Path) -> JobSizes:
             raise FileError("too large for a file of metadata; give the job's YAML")
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise FileError(f"{error.strerror or error}; give the job's YAML, or leave --meta out") from error
+        raise FileError(cannot_read(error)) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"not YAML ({_short(error)})") from error
     if not isinstance(content, dict):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +10,9 @@ from pathlib import Path
 from rankscope.analysis.profiles.profile import merge
 from rankscope.analysis.quantities import count
 from rankscope.cli.messages import refuse, to_stderr
-from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_output, write_profile
-from rankscope.cli.trace_report.files import BrokenFile, show_progress
+from rankscope.cli.options import add_options
+from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_output, write_profile, writing
+from rankscope.cli.trace_report.files import nothing_read, show_progress, without_collection
 from rankscope.cli.trace_report.reduction import Reduced, read_layout, reduce_files
 from rankscope.cli.trace_report.report import Outcome, make_report, to_json, write_merged
 
@@ -33,11 +32,9 @@ Broken files are named and left out; the exit code is 2 if nothing could be read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="+", metavar="FILE|DIR", help="traces (.json, .json.gz), directories or globs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a self-contained page with plots")
+    add_options(parser, "--json", "--html")
     parser.add_argument(
         "--merged", metavar="FILE", type=Path, help="write all ranks as one trace for Perfetto (.json or .json.gz)"
     )
@@ -62,12 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Millions of records are created without reference cycles: garbage collection would only cost time.
-    gc.disable()
-    try:
+    with without_collection():
         return _run(arguments)
-    finally:
-        gc.enable()
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -87,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
         progress=show_progress,
     )
     if not files.ranks:
-        return refuse(_nothing_read(files.broken))
+        raise nothing_read(files.broken)
     for one in files.broken:
         to_stderr(f"warning: {one.path}: {one.reason}")
     if files.broken:
@@ -100,23 +93,17 @@ def _run(arguments: argparse.Namespace) -> int:
         to_stderr(f"warning: no lines: the trace has no Python stacks; {hint}")
     if outcome.failure:
         to_stderr(f"warning: {outcome.failure}")
-    try:
-        _write(arguments, outcome, {one.summary.rank: one.path for one in files.ranks if one.summary.rank is not None})
-        if arguments.flame is not None:
+    _write(arguments, outcome, {one.summary.rank: one.path for one in files.ranks if one.summary.rank is not None})
+    if arguments.flame is not None:
+        with writing("--flame"):
             _write_flame(arguments.flame, files.ranks)
-    except OSError as error:
-        return refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
-    try:
-        if arguments.json:
-            sys.stdout.buffer.write(to_json(outcome.report) + b"\n")
-        else:
-            from rankscope.cli.trace_report.terminal import print_report
+    if arguments.json:
+        sys.stdout.buffer.write(to_json(outcome.report) + b"\n")
+    else:
+        from rankscope.cli.trace_report.terminal import print_report
 
-            print_report(outcome.report, most_lines=arguments.top)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of the pipe (`| head`) is gone; the rest of the buffer must not be written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_report(outcome.report, most_lines=arguments.top)
+    sys.stdout.flush()
     return 0
 
 
@@ -124,10 +111,10 @@ def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, 
     if arguments.html is not None:
         from rankscope.cli.trace_report.page import make_page
 
-        write_output(arguments.html, make_page(outcome.report))
-        to_stderr(f"wrote {arguments.html}")
+        write_output("--html", arguments.html, make_page(outcome.report))
     if arguments.merged is not None:
-        write_merged(arguments.merged, paths, outcome.shifts)
+        with writing("--merged"):
+            write_merged(arguments.merged, paths, outcome.shifts)
         to_stderr(f"wrote {arguments.merged}: open it at ui.perfetto.dev")
 
 
@@ -138,10 +125,3 @@ def _write_flame(path: Path, ranks: Sequence[Reduced]) -> None:
     source = ranks[0].path.name if len(ranks) == 1 else count(len(ranks), "rank")
     write_profile(path, profile, f"{source}: time on the device", is_of_device=True)
     to_stderr(f"wrote {path}: {count(profile.samples_total, 'kernel')}")
-
-
-def _nothing_read(broken: Sequence[BrokenFile]) -> str:
-    first = f"{broken[0].path}: {broken[0].reason}"
-    if len(broken) > 1:
-        first = f"none of {len(broken)} files could be read; the first, {first}"
-    return f"{first}; next step: name files that torch.profiler wrote (.json or .json.gz)"

@@ -29,6 +29,7 @@ from rankscope.analysis.quantities import number, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.prediction_text import percent
 from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.reduction import reduce_files
@@ -66,7 +67,6 @@ class _Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
         "points",
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-gb", type=float, metavar="GB", help="memory of the device, in 10⁹ bytes (default: from the traces)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

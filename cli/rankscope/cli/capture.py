@@ -10,11 +10,10 @@ from pathlib import Path
 
 import grpc
 
-from rankscope.cli import nsight
+from rankscope.cli import nsight, options
 from rankscope.cli.capture_download import (
     DownloadError,
     Fetched,
-    add_limit_argument,
     fetch,
     prepare,
     print_capture,
@@ -45,9 +44,10 @@ _OPTIONS = ("shapes", "stacks", "memory", "flops", "modules", "allow_slowdown")
 _EPILOG = """\
 examples:
   rankscope capture --steps 3 --output traces/             all ranks of the one job on this machine
-  rankscope capture bert --ranks 0,4-7 --seconds 2         some ranks, by time
+  rankscope capture --run bert --ranks 0,4-7 --seconds 2   some ranks, by time
   rankscope capture --ranks straggler+peer --steps 5       the slow rank, and a healthy one to compare it with
-  rankscope capture team/llama --steps 3 --context prod    a run of a cluster (rankscope context --help)
+  rankscope capture --run team/llama --steps 3 --context prod
+                                                           a run of a cluster (rankscope context --help)
   rankscope capture --nsight --seconds 5 --output reports/ a job that was started by `nsys launch`
 
 Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md describes
@@ -57,17 +57,13 @@ what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("run_named", nargs="?", metavar="RUN", help="its name; not needed if there is only one")
-    parser.add_argument("--run", default="", metavar="RUN", help="the same as RUN")
-    parser.add_argument("--ranks", default="all", metavar="R", help="all (default), 0,3-5, straggler or straggler+peer")
+    options.add_options(parser, "--run", "--ranks straggler")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record")
-    length.add_argument("--seconds", type=float, metavar="S", help="how long to record")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="download the recordings into this directory")
-    add_limit_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object; progress on stderr")
+    length.add_argument("--seconds", type=float, metavar="SECONDS", help="how long to record")
+    options.add_output_argument(parser, "DIR", "download the recordings into this directory")
+    options.add_options(parser, "--max-bytes", "--json")
     parser.add_argument("--shapes", action="store_true", help="record the shapes of operators' inputs")
     parser.add_argument("--stacks", action="store_true", help="record Python stacks (costs most)")
     parser.add_argument("--memory", action="store_true", help="record allocations")
@@ -84,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience",
         type=float,
-        metavar="S",
+        metavar="SECONDS",
         help="wait this long for ranks that cannot be had at once (default: 60)",
     )
     parser.add_argument(
@@ -182,10 +178,9 @@ class _Asked:
 
 
 def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
-    if arguments.run_named and arguments.run:
-        raise CommandError("RUN and --run are the same: give one")
+    options.selected_ranks(arguments, suspects=True)
     request = pb.StartCaptureRequest(
-        job=arguments.run_named or arguments.run,
+        job=arguments.run,
         ranks=arguments.ranks,
         reason=arguments.reason,
         options=pb.CaptureOptions(**{name: getattr(arguments, name) for name in _OPTIONS}),
@@ -210,7 +205,7 @@ def _check_nsight(request: pb.StartCaptureRequest) -> None:
     plain = pb.StartCaptureRequest(options=pb.CaptureOptions(repeat=1))
     if request.options != plain.options or request.HasField("patience_seconds") or request.reason:
         raise CommandError(
-            "--nsight records what `nsys launch` was told to; leave out all options but RUN, --ranks, --steps, "
+            "--nsight records what `nsys launch` was told to; leave out all options but --run, --ranks, --steps, "
             "--seconds, --output and --json"
         )
 

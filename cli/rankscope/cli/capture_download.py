@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import errno
 import fcntl
 import json
 import os
@@ -27,8 +27,8 @@ from rankscope.cli.capture_output import (
     to_object,
 )
 from rankscope.cli.connection import explain
-from rankscope.cli.exit_codes import CommandError
-from rankscope.cli.output_file import write_output
+from rankscope.cli.exit_codes import CommandError, cannot_write
+from rankscope.cli.output_file import open_output, writing
 from rankscope.common.text import printable
 from rankscope.operator.console.capture_answers import (
     FINAL,
@@ -48,8 +48,6 @@ ATTEMPTS = 4
 PAUSE_SECONDS = 1.0
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 MOST_NOTES = 8
-# Sizes are what a daemon says. A capture of 64 ranks has a few gigabytes.
-MAX_BYTES = 64 << 30
 
 
 class DownloadError(CommandError):
@@ -74,24 +72,12 @@ def artifacts(capture: pb.Capture, entry: pb.RankCapture) -> list[Artifact]:
     return [Artifact(entry.rank, 0, artifact_name(capture, entry), entry.bytes), *more]
 
 
-def add_limit_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-bytes",
-        type=int,
-        default=MAX_BYTES,
-        metavar="N",
-        help="download nothing if the recordings are larger than this together (default: 64 GiB)",
-    )
-
-
 def prepare(folder: Path) -> None:
     """Create the directory, and check now that it is writable."""
-    try:
+    with writing("-o"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DownloadError(f"{folder} cannot be made: {error.strerror}; name another --output") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise DownloadError(f"{folder} cannot be written to; name another --output")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def download(
@@ -124,7 +110,8 @@ def download(
                 )
         part.replace(path)
     except OSError as error:
-        raise DownloadError(f"{part}: {error.strerror}; make room or name another --output") from error
+        error.filename = str(part)
+        raise DownloadError(cannot_write(error, "-o")) from error
     return path
 
 
@@ -219,7 +206,7 @@ def fetch(
     entries: Sequence[pb.RankCapture],
     folder: Path,
     progress: Progress,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int,
 ) -> Fetched:
     """A failure of one rank does not affect the others. Raises DownloadError if even the summary cannot be written."""
     files: dict[int, Sequence[Path]] = {}
@@ -228,7 +215,7 @@ def fetch(
     if total > max_bytes:
         raise DownloadError(
             f"the recordings have {total} bytes, more than --max-bytes {max_bytes}; raise it, or get fewer ranks with "
-            f"`rankscope captures get {capture.id} --rank R`"
+            f"`rankscope captures get {capture.id} --ranks RANKS`"
         )
     done = 0
 
@@ -265,10 +252,9 @@ def next_steps(capture: pb.Capture, fetched: Fetched) -> list[str]:
 
 def _write_summary(capture: pb.Capture, fetched: Fetched) -> None:
     path = fetched.folder / SUMMARY_FILE
-    try:
-        write_output(path, json.dumps(to_object(capture, fetched.files, fetched.errors), indent=2) + "\n")
-    except OSError as error:
-        raise DownloadError(f"{path}: {error.strerror}; make room or name another --output") from error
+    text = json.dumps(to_object(capture, fetched.files, fetched.errors), indent=2) + "\n"
+    with writing("-o"), open_output(path) as file:
+        file.write(text.encode())
 
 
 # The end of a capture on a terminal: what each rank did, then the findings.

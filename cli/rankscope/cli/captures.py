@@ -6,41 +6,33 @@ import argparse
 import json
 from pathlib import Path
 
-from rankscope.cli.capture_download import add_limit_argument, fetch, prepare, print_capture
+from rankscope.cli import options
+from rankscope.cli.capture_download import fetch, prepare, print_capture
 from rankscope.cli.capture_output import elsewhere, list_table, make_console, make_progress, to_object
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stdout
-from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.request import choose_ranks
+from rankscope.common.rank_selection import rank_ranges
 from rankscope.operator.console.capture_answers import FINAL, delivered, safe_name, state_word
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
     listing = actions.add_parser("ls", help="list captures, the latest first")
-    listing.add_argument(
-        "--run",
-        default="",
-        metavar="RUN",
-        help="of this run only; in a cluster NAMESPACE/RUN, or NAMESPACE/ for all runs of one",
-    )
-    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    options.add_options(listing, "--run NAMESPACE/")
     showing = actions.add_parser("show", help="show what each rank of a capture did")
-    showing.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
-    showing.add_argument("--json", action="store_true", help="print one JSON object")
     getting = actions.add_parser("get", help="download the recordings; what was begun is continued")
-    getting.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
-    getting.add_argument("--rank", default="all", metavar="R", help="of these ranks, as in 0,3-5 (default: all)")
-    getting.add_argument("--output", type=Path, metavar="DIR", help="where to (default: a directory named ID, here)")
-    add_limit_argument(getting)
+    options.add_options(getting, "--ranks", "--max-bytes")
+    options.add_output_argument(getting, "DIR", "where to (default: a directory named ID, here)")
     cancelling = actions.add_parser("cancel", help="end a capture; what its ranks have delivered is kept")
-    cancelling.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     removing = actions.add_parser("rm", help="remove a capture that is over, its recordings included")
-    removing.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
+    for action in (showing, getting, cancelling, removing):
+        action.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
+    for action in (listing, showing):
+        options.add_options(action, "--json")
     for action in (listing, showing, getting, cancelling, removing):
         add_connection_arguments(action)
 
@@ -78,14 +70,10 @@ def _show(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
 def _get(stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -> int:
     capture = _find(stub, arguments.id)
     entries = {entry.rank: entry for entry in capture.ranks}
-    most = max(entries, default=-1) + 1
-    try:
-        wanted = choose_ranks(arguments.rank, capture.job, entries.keys(), most, lambda job: None)
-    except CaptureError as error:
-        raise CommandError(str(error)) from error
+    wanted = options.selected_ranks(arguments) or sorted(entries)
     unknown = [rank for rank in wanted if rank not in entries]
     if unknown:
-        text = f"rank {unknown[0]} was not part of capture {capture.id}; it has {sorted(entries)}"
+        text = f"rank {unknown[0]} was not part of capture {capture.id}; it has {rank_ranges(entries)}"
         raise CommandError(text, Exit.NOT_FOUND)
     here = [entry for entry in delivered(capture) if entry.rank in wanted]
     if not here:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import refuse, to_stdout
 from rankscope.operator.certificates.folder import (
     AUTHORITY_DAYS,
@@ -40,7 +39,7 @@ _USES = {
     ),
     FleetRole.CLIENT: (
         "give the folder to {name}, who calls the correlator with\n"
-        "  rankscope capture RUN --steps 3 --connect HOST:9468 --certificate-authority ca.crt \\\n"
+        "  rankscope capture --run RUN --steps 3 --connect HOST:9468 --certificate-authority ca.crt \\\n"
         "    --client-certificate tls.crt --client-key tls.key"
     ),
     FleetRole.METRICS: (
@@ -50,9 +49,8 @@ _USES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
     made = actions.add_parser("init", help="make an authority in an empty folder")
     made.add_argument("folder", type=Path, metavar="DIR", help="where ca.crt and ca.key are written")
     _add_days(made, AUTHORITY_DAYS)
@@ -94,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         role = FleetRole[arguments.role.upper()]
         _tell(issue(arguments.folder, role, arguments.name, arguments.address, arguments.days))
     except CertificateFolderError as error:
-        return refuse(str(error), Exit.FAILED)
+        return refuse(str(error))
     to_stdout(_USES[role].format(name=arguments.name))
     return 0
 

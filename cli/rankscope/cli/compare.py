@@ -16,6 +16,7 @@ from rankscope.analysis.stats.step_time_comparison import CompareError, Comparis
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import refuse, to_stdout
 from rankscope.cli.mfu_request import QuantityError
+from rankscope.cli.options import add_options
 from rankscope.cli.step_times import UNITS, StepFileError, read_runs
 from rankscope.cli.terminal import Terminal, make_table
 
@@ -25,7 +26,7 @@ examples:
   rankscope compare before.csv after.csv --column iteration_ms --unit ms
   rankscope compare trace_main.json.gz trace_mine.json.gz --json
   rankscope compare --a main_1.txt main_2.txt main_3.txt --b mine_1.txt mine_2.txt mine_3.txt
-  rankscope compare main.json branch.json --max-regression 5%   a gate for CI, on summaries of `rankscope run --json`
+  rankscope compare main.json branch.json --max-regression 5%   a gate for CI, on summaries of `rankscope run --summary`
 
 A file is text, CSV (column step_seconds, or --column), JSON, JSON lines, or a torch-profiler trace. Each file is a
 run; traces in one directory are the ranks of one run. Difference = median of B ÷ median of A − 1. Steps that go up and
@@ -36,7 +37,6 @@ that cannot be read. How, and the JSON keys: docs/compare.md.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("sides", nargs="*", type=Path, metavar="A B", help="two files or directories")
     parser.add_argument("--a", nargs="+", type=Path, metavar="FILE", help="the runs of A, in place of A")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="a gate for CI: exit with 1 if B is slower by more than so much, with 3 if that cannot be decided",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

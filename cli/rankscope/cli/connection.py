@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from rankscope.cli.contexts import TOKEN_VARIABLE, Endpoint, EndpointError, endpoint_of
-from rankscope.cli.exit_codes import CommandError, of_call
+from rankscope.cli.exit_codes import CommandError, cannot_read, of_call
 from rankscope.common.http_server import is_loopback
 from rankscope.common.text import printable
 from rankscope.daemon.config import default_socket
@@ -52,19 +52,19 @@ def find_token(endpoint: Endpoint) -> str | None:
     return None if given is None else _checked(given, TOKEN_VARIABLE)
 
 
-def _checked(text: str, where: str) -> str:
-    token = text.strip()
+def _checked(content: str | bytes, where: str) -> str:
+    token = (content.decode(errors="replace") if isinstance(content, bytes) else content).strip()
     if _TOKEN.fullmatch(token) is None or len(token) > TOKEN_BYTES:
         raise EndpointError(f"{where}: there is no token in it; {_NEXT}")
     return token
 
 
-def _read(path: Path, flag: str, most_bytes: int) -> str:
+def _read(path: Path, flag: str, most_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(most_bytes + 1).decode("utf-8", errors="replace")
+            return file.read(most_bytes + 1)
     except OSError as error:
-        raise EndpointError(f"{flag} {path}: {error.strerror}") from error
+        raise EndpointError(f"{flag} {path}: {cannot_read(error)}") from error
 
 
 def _from_kubeconfig(path: Path) -> str:
@@ -193,11 +193,7 @@ def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials:
 def _pem(flag: str, path: Path | None, kind: bytes) -> bytes | None:
     if path is None:
         return None
-    try:
-        with path.open("rb") as file:
-            content = file.read(PEM_BYTES)
-    except OSError as error:
-        raise EndpointError(f"{flag} {path}: {error.strerror}") from error
+    content = _read(path, flag, PEM_BYTES)
     if kind not in content:
         raise EndpointError(f"{flag} {path}: there is no PEM {kind.decode().strip('-').lower()} in it")
     return content

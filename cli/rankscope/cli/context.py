@@ -19,6 +19,7 @@ from rankscope.cli.contexts import (
 )
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import to_stdout
+from rankscope.cli.options import add_options
 
 _EPILOG = """\
 examples:
@@ -31,12 +32,11 @@ The file ~/.config/rankscope/contexts.yaml holds addresses and the paths of cert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
     listing = actions.add_parser("list", help="list contexts; * marks the one in use")
     shape = listing.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(shape, "--json")
     shape.add_argument("--names", action="store_true", help="print the names alone, one a line")
     using = actions.add_parser("use", help="use a context from now on")
     setting = actions.add_parser("set", help="make or replace a context from the flags of a server")

@@ -6,7 +6,13 @@ import argparse
 import os
 from pathlib import Path
 
-from rankscope.cli.foreground import add_service_arguments, host_port, run_until_signalled
+from rankscope.cli.foreground import (
+    add_service_arguments,
+    add_tls_arguments,
+    host_port,
+    run_until_signalled,
+    tls_files,
+)
 from rankscope.cli.messages import refuse
 from rankscope.cli.prometheus_stack import add_prometheus_url_argument
 from rankscope.common.http_server import is_loopback
@@ -38,7 +44,6 @@ Daemons on other machines need certificates: `rankscope certificates --help`. do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     daemons = parser.add_argument_group("daemons (at least one; lists are read again every few seconds)")
     daemons.add_argument(
@@ -60,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--daemon-port", type=int, default=DEFAULT_PORT, metavar="N", help="for --daemons-slurm (default: %(default)s)"
     )
     tls = parser.add_argument_group("certificates (docs/tls.md)", "needed unless everything is on this machine")
-    tls.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for daemons and for callers")
-    tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
-    tls.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signs the daemons' and callers' own")
+    add_tls_arguments(tls)
     parser.add_argument(
         "--api-listen",
         default=f"127.0.0.1:{PORT}",
@@ -126,10 +129,8 @@ class _Service:
 
 
 def _settings(arguments: argparse.Namespace) -> CorrelatorSettings:
-    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
-    has_tls = all(files)
-    if any(files) and not has_tls:
-        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
+    files = tls_files(arguments)
+    has_tls = files is not None
     api_host, api_port = _for_users("--api-listen", arguments.api_listen, has_tls)
     console = None
     if arguments.console_listen is not None:
@@ -152,7 +153,7 @@ def _settings(arguments: argparse.Namespace) -> CorrelatorSettings:
         api_port=api_port,
         listen_host=listen_host,
         listen_port=listen_port,
-        tls_files=files if has_tls else None,
+        tls_files=files,
         console=console,
         metrics_tls=arguments.metrics_tls,
         alert_host=alert_host,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from rankscope.cli.exit_codes import CommandError
 from rankscope.cli.messages import to_stderr, to_stdout
@@ -21,24 +22,28 @@ from rankscope.daemon.config import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"Flags win over environment ({ENVIRONMENT_PREFIX}*), which wins over the file."
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with these settings as keys")
     parser.add_argument("--print-config", action="store_true", help="show every value and its origin, then exit")
     add_setting_arguments(parser)
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every setting of the daemon."""
+    """A flag for every setting of the daemon, below the command's own options: call it last."""
+    parser.usage = "%(prog)s [options] [settings]"
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the daemon's settings as keys")
+    parser.add_argument_group(
+        "settings of the daemon (docs/configuration.md)",
+        f"A flag wins over the environment ({ENVIRONMENT_PREFIX}*), which wins over the file of --config.",
+    )
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(setting.group for setting in SETTINGS)}
     for setting in SETTINGS:
+        default = setting.default()
+        shown = str(default).lower() if setting.kind is bool else default
+        options: dict[str, Any] = {"choices": setting.choices} if setting.choices else {}
         if setting.kind is bool:
             # With a value, too: a setting that is on by default must be possible to switch off.
-            shown = f"{setting.help} (default: {str(setting.default()).lower()})"
-            parser.add_argument(setting.flag, nargs="?", const="true", metavar="true|false", help=shown)
-        else:
-            metavar = {str: "TEXT", float: "NUMBER", int: "N"}[setting.kind]
-            default = setting.default()
-            shown = f"{setting.help} (default: {default})" if default != "" else setting.help
-            parser.add_argument(setting.flag, metavar=metavar, help=shown)
+            options = {"nargs": "?", "const": "true"}
+        text = setting.help if default == "" else f"{setting.help} (default: {shown})"
+        groups[setting.group].add_argument(setting.flag, metavar=setting.form, help=text, **options)
 
 
 def read_settings(arguments: argparse.Namespace) -> Resolved:

@@ -17,6 +17,7 @@ from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from rankscope.cli.demo_report import Outcome, Watch, print_summary, print_verdict, to_json
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import log_to_stderr, refuse, to_stderr, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.standalone import ConsoleListen, Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon.server.sockets import ListenError
@@ -29,7 +30,6 @@ START_TIMEOUT_SECONDS = 180.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Starts a real PyTorch job over gloo on this machine, lets it train, switches a fault on, and shows\n"
         "how long Rankscope takes to name it. Needs no GPU, no cluster and no Prometheus.\n\n"
@@ -43,18 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  starved[:rank=R]                   one rank is confined to a fraction of a core"
     )
     parser.epilog = "Exits with 0 if the verdict is right, 1 if not. Example: rankscope demo --fault slow-input:rank=1"
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes of the job (default: 4)")
+    parser.add_argument("--world-size", type=int, default=4, metavar="N", help="ranks of the job (default: 4)")
     parser.add_argument(
-        "--seconds", type=float, metavar="S", help="watch that long after the fault began (default: until it is found)"
+        "--seconds",
+        type=float,
+        metavar="SECONDS",
+        help="watch so long after the fault began (default: until it is found)",
     )
     parser.add_argument("--fault", default="slow-rank", metavar="FAULT", help="see above (default: slow-rank)")
-    parser.add_argument("--json", action="store_true", help="print one object as the last line; progress on stderr")
+    add_options(parser, "--json")
     parser.add_argument("--no-probe", action="store_true", help="level 0: stacks and process counters only")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        fault = parse_fault(arguments.fault).for_ranks(arguments.ranks)
+        fault = parse_fault(arguments.fault).for_ranks(arguments.world_size)
         if arguments.seconds is not None and not 1 <= arguments.seconds <= 86400:
             raise FaultError(f"--seconds {arguments.seconds:g}: take 1 to 86400")
     except FaultError as error:
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     log_to_stderr("error")
     signal.signal(signal.SIGTERM, _interrupt)
     console = Terminal(stderr=arguments.json)
-    job = DemoJob(arguments.ranks, fault, probe=not arguments.no_probe)
+    job = DemoJob(arguments.world_size, fault, probe=not arguments.no_probe)
     try:
         outcome = _play(job, arguments.seconds, console)
     except (DemoJobError, ListenError) as error:

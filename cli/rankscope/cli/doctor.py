@@ -7,13 +7,13 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.daemon import add_setting_arguments, read_settings
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import to_stdout
+from rankscope.cli.options import add_options
 from rankscope.common.text import one_line
 from rankscope.daemon.doctor_checks import Finding, Level
 
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Examines this machine, with the daemon's settings. With --cluster, --connect or --context: what a daemon, a "
-        "correlator or an operator answers you, and what its ranks report. Exit status 1 if there is a problem, 0 if "
-        "there are warnings at most."
+    parser.description = (
+        "Reports what does not work on this machine, with the daemon's settings, and why. With --cluster, --connect or "
+        "--context: what a daemon, a correlator or an operator answers you, and what its ranks report. Exit status 1 "
+        "if there is a problem, 0 if there are warnings at most."
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object for programs")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration file")
     parser.add_argument("--cluster", action="store_true", help="examine the server of the context in use")
-    add_setting_arguments(parser)
+    add_options(parser, "--json")
     add_connection_arguments(parser)
+    add_setting_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

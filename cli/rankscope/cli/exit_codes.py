@@ -1,4 +1,4 @@
-"""How commands end: the same exit status for the same failure. docs/cli.md has the table."""
+"""How commands end: the same text and the same exit status for the same failure. docs/cli.md has the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Exit(IntEnum):
     UNDECIDED = 3  # the data do not decide
     UNREACHABLE = 4  # no server answers, or it went away
     REFUSED = 5  # the server declined: no permission, a limit, or the state of the run
-    NOT_FOUND = 6  # the server does not know the run or the capture
+    NOT_FOUND = 6  # the server does not know the run, the rank, the capture or the report
     INTERRUPTED = 130  # Ctrl-C
 
 
@@ -26,6 +26,16 @@ class CommandError(Exception):
         super().__init__(text)
         if status is not None:
             self.status = status
+
+
+def cannot_read(error: OSError | ValueError) -> str:
+    """Behind the name of a file."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"cannot be read: {reason}"
+
+
+def cannot_write(error: OSError, option: str) -> str:
+    return f"{error.filename}: cannot be written: {error.strerror or error}; next step: name another with {option}"
 
 
 _CALLS = {

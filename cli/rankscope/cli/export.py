@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from rankscope.analysis.fleet.tables import moment
 from rankscope.analysis.quantities import count, quantity
-from rankscope.cli.durations import duration_seconds
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.export_files import ExportDirectory
 from rankscope.cli.export_reader import MAX_ANSWER_BYTES, PAGE_SECONDS, QUERY_SECONDS, Missed, Reader
 from rankscope.cli.export_tables import TABLES, Source, Table
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
+from rankscope.cli.options import add_options, add_output_argument, duration_seconds
 from rankscope.cli.prometheus_source import add_source_arguments, explained, since_seconds, source
 from rankscope.operator.prometheus_api import NO_SERIES, Failure
 
@@ -65,15 +65,14 @@ class Summary:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     add_source_arguments(parser)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new directory, or an export")
+    add_output_argument(parser, "DIR", "a new directory, or an export", required=True)
     parser.add_argument(
         "--step", default="5m", metavar="TIME", help="time between samples (default 5m), from 15s to 1h"
     )
     parser.add_argument("--tables", default="", metavar="NAMES", help="these tables only, as in runs,losses")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.exit_codes import CommandError, cannot_write
 from rankscope.cli.export_reader import Key, Numbers, Page
 from rankscope.cli.export_tables import TABLES, VERSION, Column, Source, Table, Type, description
-from rankscope.cli.output_file import open_output, write_output
+from rankscope.cli.output_file import open_output
 
 SCHEMA_FILE: Final = "schema.json"
 FILE: Final = "part-0.parquet"
@@ -61,9 +61,10 @@ class ExportDirectory:
                 self._check(path / SCHEMA_FILE)
             elif names:
                 raise CommandError(f"{path}: it has files and is no export of Rankscope; name a new directory")
-            write_output(path / SCHEMA_FILE, json.dumps(description(TABLES, step_seconds), indent=2) + "\n")
+            with open_output(path / SCHEMA_FILE) as file:
+                file.write((json.dumps(description(TABLES, step_seconds), indent=2) + "\n").encode())
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise CommandError(cannot_write(error, "-o")) from error
 
     def _check(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -93,12 +94,7 @@ class ExportDirectory:
                 made.finish()
             made.bytes = made.path.stat().st_size if made.rows else 0
         except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> CommandError:
-        return CommandError(
-            f"{error.filename or self.path}: cannot be written: {error.strerror}; next step: name another directory"
-        )
+            raise CommandError(cannot_write(error, "-o")) from error
 
 
 class DayFile:

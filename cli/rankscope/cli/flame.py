@@ -15,13 +15,13 @@ from rankscope.analysis.profiles.comparison import FrameExcess, sentence
 from rankscope.analysis.profiles.frames import Frame
 from rankscope.analysis.profiles.phases import PHASES
 from rankscope.analysis.profiles.profile import Profile
+from rankscope.cli import options
 from rankscope.cli.connection import connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.durations import duration_seconds
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stderr, to_stdout
-from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_profile
-from rankscope.cli.profile_client import ProfileClient, add_selection_arguments, ranks_of
+from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_profile, writing
+from rankscope.cli.profile_client import ProfileClient
 from rankscope.cli.terminal import Terminal
 from rankscope.common.rank_selection import rank_ranges
 from rankscope.common.text import printable
@@ -74,15 +74,17 @@ class Asked:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    add_selection_arguments(parser)
-    parser.add_argument("--since", default="10m", metavar="TIME", help="the last so long, as in 90s, 10m (default), 2h")
+    options.add_options(parser, "--run", "--ranks")
+    options.add_since_argument(parser, "10m")
     parser.add_argument(
-        "--against", default="", metavar="WHAT", help="compare with: cohort (the other ranks), or a time ago, as in 24h"
+        "--against",
+        default="",
+        metavar="cohort|TIME",
+        help="compare with the other ranks, or with a time ago, as in 24h",
     )
-    parser.add_argument("--phase", choices=PHASES, metavar="P", help=f"of this phase only: {', '.join(PHASES)}")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {ENDINGS_IN_WORDS}")
+    parser.add_argument("--phase", choices=PHASES, help="of this phase only")
+    options.add_output_argument(parser, "FILE", f"write the profile instead, as {ENDINGS_IN_WORDS}")
     add_connection_arguments(parser)
 
 
@@ -93,37 +95,30 @@ def run(arguments: argparse.Namespace) -> int:
         asked = _asked(arguments, client.run_named(arguments.run))
         if arguments.output is None:
             return _print_comparison(client, asked) if asked.against else _print_top(client, asked)
-        try:
+        with writing("-o"):
             return _write(client, asked, arguments.output)
-        except OSError as error:
-            raise CommandError(f"{error.filename}: {error.strerror}; name another file with -o") from error
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Before anybody is asked."""
-    _seconds("--since", arguments.since)
+    options.duration_seconds("--since", arguments.since)
     if arguments.against not in ("", COHORT):
-        _seconds("--against", arguments.against)
-    if arguments.against == COHORT and not ranks_of(arguments):
+        options.duration_seconds("--against", arguments.against, "cohort, or ")
+    if not options.selected_ranks(arguments) and arguments.against == COHORT:
         raise CommandError("--against cohort compares some ranks with the others; name them, as in --ranks 3")
-    ranks_of(arguments)
     if arguments.output is not None:
         check_format("-o", arguments.output, is_compared=bool(arguments.against))
 
 
-def _seconds(flag: str, text: str) -> float:
-    return duration_seconds(flag, text, "cohort, or " if flag == "--against" else "")
-
-
 def _asked(arguments: argparse.Namespace, named: str) -> Asked:
-    ranks, against = ranks_of(arguments), arguments.against
+    ranks, against = options.selected_ranks(arguments), arguments.against
     end = time.time_ns()
-    start = end - round(_seconds("--since", arguments.since) * 1e9)
+    start = end - round(options.duration_seconds("--since", arguments.since) * 1e9)
     phases = [] if arguments.phase is None else [arguments.phase]
     selection = pb.ProfileSelection(job=named, ranks=ranks, start_unix_nanos=start, end_unix_nanos=end, phases=phases)
     reference = None
     if against not in ("", COHORT):
-        earlier = round(_seconds("--against", against) * 1e9)
+        earlier = round(options.duration_seconds("--against", against) * 1e9)
         reference = pb.ProfileSelection(
             job=named, ranks=ranks, start_unix_nanos=start - earlier, end_unix_nanos=end - earlier, phases=phases
         )

@@ -14,7 +14,7 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.exit_codes import CommandError, Exit, cannot_write
 from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
 from rankscope.common.audit import LOGGER
 from rankscope.daemon.config import LOG_LEVELS
@@ -32,12 +32,10 @@ class Service(Protocol):
 
 
 def run_until_signalled(name: str, service: Service, log_level: str, audit_log: Path | None = None) -> int:
-    """The exit code: 1 if an address is in use or audit records cannot be kept, with the reason on stderr."""
+    """The exit code: 1 if an address is in use, with the reason on stderr. Raises CommandError if audit records cannot
+    be kept."""
     log_to_stderr(log_level)
-    try:
-        open_audit_log(audit_log)
-    except AuditFileError as error:
-        return refuse(str(error), Exit.FAILED)
+    open_audit_log(audit_log)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
@@ -72,6 +70,19 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
 
 
+def add_tls_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for daemons; with the next two")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    group.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the certificates of the others")
+
+
+def tls_files(arguments: argparse.Namespace) -> tuple[Path, Path, Path] | None:
+    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
+    if any(files) and not all(files):
+        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
+    return files if all(files) else None
+
+
 def host_port(flag: str, text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -82,12 +93,8 @@ def host_port(flag: str, text: str) -> tuple[str, int]:
 # The audit log: records go to the log on stderr, at any level, and to a file if configured.
 
 
-class AuditFileError(Exception):
-    """The audit file cannot be written: records would be lost."""
-
-
 def open_audit_log(path: Path | None) -> None:
-    """Call once, after logging is configured. Raises AuditFileError for a file that cannot be written."""
+    """Call once, after logging is configured. Raises CommandError for a file that cannot be written."""
     logger = logging.getLogger(LOGGER)
     logger.setLevel(logging.INFO)
     if path is None:
@@ -95,7 +102,8 @@ def open_audit_log(path: Path | None) -> None:
     try:
         handler = _AuditFile(path)
     except OSError as error:
-        raise AuditFileError(f"--audit-log {path}: {error.strerror or error}") from error
+        error.filename = error.filename or str(path)
+        raise CommandError(cannot_write(error, "--audit-log")) from error
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import grpc
@@ -19,6 +18,7 @@ from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
@@ -33,7 +33,7 @@ examples:
   rankscope hangs                                         all reports, the latest first
   rankscope hangs --run team/llama --context prod         those of a run of a cluster
   rankscope hangs h-20260301-101500-0a1b2c                where every rank stood, the odd ones first
-  rankscope hangs h-20260301-101500-0a1b2c -o hang.html   the same as a page
+  rankscope hangs h-20260301-101500-0a1b2c --html hang.html
 
 A report is made once, when a run hangs. `rankscope stacks` shows where ranks stand now. It needs `rankscope up`, a
 correlator or an operator: a daemon alone does not decide that a run hangs. Meanings and JSON keys: docs/hangs.md.
@@ -41,18 +41,15 @@ correlator or an operator: a daemon alone does not decide that a run hangs. Mean
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("id", nargs="?", default="", metavar="ID", help="show this report (default: list all)")
-    parser.add_argument("--run", default="", metavar="RUN", help="list those of this run, or of NAMESPACE/")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write the report as a page")
+    add_options(parser, "--run NAMESPACE/", "--json", "--html")
     add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.output is not None and not arguments.id:
-        raise CommandError("-o needs the ID of a report; `rankscope hangs` lists them")
+    if arguments.html is not None and not arguments.id:
+        raise CommandError("--html needs the ID of a report; `rankscope hangs` lists them")
     if arguments.run and arguments.id:
         raise CommandError("an ID names one report; leave --run out")
     with connected(arguments) as (target, channel):
@@ -64,8 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
             text = "a daemon alone has no reports; connect to `rankscope up`, a correlator or an operator"
             raise CommandError(f"{target}: {text}", Exit.REFUSED) from error
-        except OSError as error:
-            raise CommandError(f"{error.filename}: {error.strerror}; name another file with -o") from error
 
 
 def _list(stub: JobServiceStub, arguments: argparse.Namespace) -> int:
@@ -90,10 +85,9 @@ def _show(stub: JobServiceStub, arguments: argparse.Namespace) -> int:
         report = msgspec.json.decode(content, type=HangReport)
     except msgspec.MsgspecError as error:
         raise CommandError(f"the report cannot be read: {error}; is the server newer?", Exit.FAILED) from error
-    if arguments.output is not None:
-        write_output(arguments.output, hang_page(report))
-        to_stdout(f"wrote {arguments.output}")
-    elif arguments.json:
+    if arguments.html is not None:
+        write_output("--html", arguments.html, hang_page(report))
+    if arguments.json:
         to_stdout(json.dumps(msgspec.to_builtins(report)))
     else:
         to_stdout("\n".join(hang_lines(report)))

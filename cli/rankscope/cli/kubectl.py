@@ -21,6 +21,7 @@ from rankscope.cli import main as rankscope
 from rankscope.cli.contexts import TOKEN_VARIABLE
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse
+from rankscope.cli.parser import Parser
 from rankscope.common.text import one_line
 
 COMMANDS = ("top", "flame", "stacks", "hangs", "capture", "captures", "doctor")
@@ -30,7 +31,7 @@ _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 _EPILOG = """\
 examples:
   kubectl rankscope --service-account team/ada top --run team/
-  kubectl rankscope --service-account team/ada capture team/llama --steps 3 --output traces/
+  kubectl rankscope --service-account team/ada capture --run team/llama --steps 3 --output traces/
   RANKSCOPE_TOKEN=… kubectl rankscope captures ls --run team/
 
 The operator accepts tokens for its own audience only, not the one that kubectl shows to the API server: docs/api.md.
@@ -45,11 +46,10 @@ class KubectlError(CommandError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kubectl rankscope",
         description="Asks the operator of this cluster, through a port-forward.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kubeconfig", metavar="FILE", help="of kubectl (default: kubectl's)")
     parser.add_argument("--context", metavar="NAME", help="of kubectl (default: the current one)")

@@ -12,6 +12,7 @@ from types import ModuleType
 
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.parser import Parser
 
 
 @dataclass(frozen=True)
@@ -41,32 +42,48 @@ _REPORTED = {
 }
 
 
-SUBCOMMANDS: tuple[Subcommand, ...] = (
-    Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
-    Subcommand("doctor", "report what does not work on this machine, and why", "daemon"),
-    Subcommand("run", "run a training command and report what slows it down", "cli"),
-    Subcommand("up", "watch this machine and judge its jobs", "cli"),
-    Subcommand("correlator", "correlate the ranks of many machines, without Kubernetes", "operator"),
-    Subcommand("certificates", "make an authority and certificates for machines without Kubernetes", "operator"),
-    Subcommand("operator", "correlate the ranks of a Kubernetes cluster", "operator"),
-    Subcommand("top", "show jobs and ranks as a live table", "cli"),
-    Subcommand("flame", "show where the time of ranks goes: top frames, flame graph, pprof", "cli"),
-    Subcommand("stacks", "show where every rank stands now, the odd ones first", "cli"),
-    Subcommand("hangs", "list reports of hangs, and show who was stuck where", "cli"),
-    Subcommand("capture", "record chosen ranks in depth, all at the same moment", "cli"),
-    Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
-    Subcommand("context", "name the servers that commands connect to", "cli"),
-    Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),
-    Subcommand("advise", "say from traces what to change, and what it would bring", "cli"),
-    Subcommand("predict", "predict from traces what a change would bring", "cli"),
-    Subcommand("batch", "predict step time and memory at other batch sizes", "cli"),
-    Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
-    Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
-    Subcommand("report", "report on a whole fleet or on many captures", "cli", _REPORTED),
-    Subcommand("export", "write the history of a fleet to Parquet files", "export"),
-    Subcommand("completion", "print the completion script of a shell", "cli"),
-    Subcommand("demo", "run a real job with a fault and find it", "demo"),
-)
+# By task, in the order of the help, of completion and of docs/cli.md.
+TASKS: dict[str, tuple[Subcommand, ...]] = {
+    "start here": (
+        Subcommand("demo", "run a real job with a fault and find it", "demo"),
+        Subcommand("run", "run a training command and report what slows it down", "cli"),
+        Subcommand("up", "watch this machine and judge its jobs", "cli"),
+    ),
+    "look at running jobs": (
+        Subcommand("top", "show jobs and ranks as a live table", "cli"),
+        Subcommand("flame", "show where the time of ranks goes: top frames, flame graph, pprof", "cli"),
+        Subcommand("stacks", "show where every rank stands now, the odd ones first", "cli"),
+        Subcommand("hangs", "list reports of hangs, and show who was stuck where", "cli"),
+        Subcommand("doctor", "report what does not work on this machine, and why", "daemon"),
+    ),
+    "record in depth": (
+        Subcommand("capture", "record chosen ranks in depth, all at the same moment", "cli"),
+        Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
+    ),
+    "analyse files": (
+        Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),
+        Subcommand("advise", "say from traces what to change, and what it would bring", "cli"),
+        Subcommand("predict", "predict from traces what a change would bring", "cli"),
+        Subcommand("batch", "predict step time and memory at other batch sizes", "cli"),
+        Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
+        Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
+    ),
+    "report on a fleet": (
+        Subcommand("report", "report on a whole fleet or on many captures", "cli", _REPORTED),
+        Subcommand("export", "write the history of a fleet to Parquet files", "export"),
+    ),
+    "run as a service": (
+        Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
+        Subcommand("correlator", "correlate the ranks of many machines, without Kubernetes", "operator"),
+        Subcommand("operator", "correlate the ranks of a Kubernetes cluster", "operator"),
+    ),
+    "set up": (
+        Subcommand("context", "name the servers that commands connect to", "cli"),
+        Subcommand("certificates", "make an authority and certificates for machines without Kubernetes", "operator"),
+        Subcommand("completion", "print the completion script of a shell", "cli"),
+    ),
+}
+SUBCOMMANDS = tuple(subcommand for subcommands in TASKS.values() for subcommand in subcommands)
 _BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}
 MODULES = {words: module for subcommand in SUBCOMMANDS for words, module in subcommand.modules.items()}
 
@@ -84,8 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = importlib.import_module(MODULES[chosen])
             module.add_arguments(places[chosen])
         parsed = parser.parse_args(words)
-        if module is None:
-            parser.error("choose a command")
+        if module is None or parsed.bare is not None:
+            parsed.bare.print_help()
+            return Exit.OK
         return int(module.run(parsed))
     except ModuleNotFoundError as error:
         return _explain(_BY_NAME[words[0]], error)
@@ -99,19 +117,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return Exit.FAILED
 
 
-def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def make_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of the modules, which are still without arguments."""
-    parser = argparse.ArgumentParser(prog="rankscope", description="Finds what slows a PyTorch training job down.")
+    parser = Parser(
+        prog="rankscope",
+        usage="%(prog)s [options] COMMAND ...",
+        description="Finds what slows a PyTorch training job down.",
+        epilog="`rankscope COMMAND --help` shows the options of a command, with examples.",
+    )
     parser.add_argument("--version", action=_PrintVersion)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS)
     places = {}
-    for each in SUBCOMMANDS:
-        place = places[each.name] = commands.add_parser(each.name, help=each.help, description=_sentence(each.help))
-        if each.kinds:
-            kinds = place.add_subparsers(title="kinds", metavar="KIND", required=True)
-            for kind, text in each.kinds.items():
-                description = text[0].upper() + text[1:]
-                places[f"{each.name} {kind}"] = kinds.add_parser(kind, help=text, description=description)
+    for task, subcommands in TASKS.items():
+        listed = parser.add_argument_group(task)
+        for each in subcommands:
+            place = places[each.name] = commands.add_parser(each.name, help=each.help, description=_sentence(each.help))
+            # argparse has one list of commands; this one has a title for each task.
+            listed._group_actions.append(commands._choices_actions[-1])
+            if each.kinds:
+                kinds = place.add_subparsers(title="kinds", metavar="KIND")
+                for kind, text in each.kinds.items():
+                    places[f"{each.name} {kind}"] = kinds.add_parser(kind, help=text, description=_sentence(text))
     return parser, {words: places[words] for words in MODULES}
 
 
@@ -125,7 +151,7 @@ def _explain(subcommand: Subcommand, error: ModuleNotFoundError) -> int:
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
+    return text[0].upper() + text[1:] + ("" if text.endswith("?") else ".")
 
 
 class _PrintVersion(argparse.Action):

@@ -21,7 +21,8 @@ def to_stderr(text: str) -> None:
 
 
 def refuse(text: str, status: Exit = Exit.USAGE) -> int:
-    """Says on stderr why the command fails, and returns its exit status."""
+    """Says on stderr why the command fails, in place of its progress, and returns its exit status."""
+    overwrite("")
     to_stderr(f"error: {text}")
     return status
 

@@ -15,9 +15,9 @@ from rankscope.analysis.models.device_peaks import DTYPES, PeakError, known_devi
 from rankscope.analysis.models.mfu import Recompute
 from rankscope.analysis.models.model_config import ConfigError
 from rankscope.analysis.models.model_shape import Counting
+from rankscope.cli.exit_codes import cannot_read
 from rankscope.cli.messages import to_stdout
 from rankscope.cli.mfu_memory import (
-    add_measured_arguments,
     add_memory_arguments,
     measure,
     memory_json,
@@ -26,15 +26,17 @@ from rankscope.cli.mfu_memory import (
     refuse_mfu,
 )
 from rankscope.cli.mfu_request import Asked, QuantityError, understand
+from rankscope.cli.options import add_options
 from rankscope.cli.terminal import Terminal, make_table
 
 _EPILOG = """\
 examples:
   rankscope mfu --params 8.03B --layers 32 --width 4096 --sequence 8192 --tokens-per-second 2904 --gpu A100
-  rankscope mfu --config config.json --sequence 8192 --step-seconds 4.4 --tokens-per-step 524288 --gpus 64 --gpu H100
+  rankscope mfu --model-config config.json --sequence 8192 --step-seconds 4.4 --tokens-per-step 524288 --gpus 64 \\
+    --gpu H100
   rankscope mfu --flops-per-token 6.1e10 --tokens-per-second 5900 --peak-tflops 989 --recompute full --json
-  rankscope mfu --config config.json                      parameters and FLOPs alone
-  rankscope mfu --config config.json --sequence 4096 --memory --tp 8 --dp 8 --zero 1
+  rankscope mfu --model-config config.json                      parameters and FLOPs alone
+  rankscope mfu --model-config config.json --sequence 4096 --memory --tp 8 --dp 8 --zero 1
   rankscope mfu --memory-trace trace.json.gz              who held the memory, as a trace measured it
   rankscope mfu --list-gpus                               the peaks it knows
 
@@ -45,14 +47,13 @@ With tokens per second of one GPU, leave --gpus at 1. Formulas, JSON keys: docs/
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    model = parser.add_argument_group("the model (one of --params, --config, --flops-per-token)")
+    model = parser.add_argument_group("the model (one of --params, --model-config, --flops-per-token)")
     model.add_argument("--params", metavar="N", help="parameters, such as 8.03e9 or 8.03B")
     model.add_argument("--layers", metavar="L", help="with --params: layers")
     model.add_argument("--width", metavar="D", help="with --params: attention heads × head size")
     model.add_argument("--sequence", metavar="T", help="tokens of a sequence")
-    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face style config.json")
+    model.add_argument("--model-config", type=Path, metavar="FILE", help="Hugging Face style config.json")
     model.add_argument("--flops-per-token", metavar="F", help="declared: forward and backward of a token")
     model.add_argument("--flops-per-step", metavar="F", help="declared: of a step; needs --step-seconds")
     model.add_argument(
@@ -77,11 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = device.add_mutually_exclusive_group()
     which.add_argument("--gpu", metavar="NAME", help="such as H100, 'H100 PCIe', A100, MI300X")
     which.add_argument("--peak-tflops", metavar="P", help="dense peak of one GPU in TFLOP/s")
-    device.add_argument("--dtype", help="with --gpu: bf16 (default), fp16, tf32, fp8, fp4, int8, fp32, fp64")
+    device.add_argument("--dtype", choices=DTYPES, help="with --gpu: number format of the run (default: bf16)")
     device.add_argument("--list-gpus", action="store_true", help="print the table of peaks")
     add_memory_arguments(parser)
-    add_measured_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (QuantityError, PeakError, ConfigError) as error:
         return refuse_mfu(str(error))
     except OSError as error:
-        return refuse_mfu(f"{error.filename}: {error.strerror}")
+        return refuse_mfu(f"{error.filename}: {cannot_read(error)}")
     if arguments.json:
         answer = to_json(asked)
         if stages is not None:

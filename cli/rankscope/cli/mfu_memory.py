@@ -24,7 +24,7 @@ _WORDS = ("held before the trace began", "allocated in forward", "in backward", 
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory of a rank (with --config and --sequence; --recompute counts here too)")
+    group = parser.add_argument_group("memory of a rank (with --model-config and --sequence; --recompute counts, too)")
     group.add_argument("--memory", action="store_true", help="predict it: weights, gradients, optimizer, activations")
     group.add_argument("--micro-batch", default="1", metavar="N", help="sequences per micro-batch (default: 1)")
     group.add_argument("--micro-batches", metavar="N", help="per step and pipeline (default: enough to fill it)")
@@ -39,11 +39,17 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--fp32-gradients", action="store_true", help="accumulate gradients in fp32")
     group.add_argument("--eager-attention", action="store_true", help="attention that stores its scores")
+    group.add_argument(
+        "--memory-trace",
+        type=Path,
+        metavar="TRACE",
+        help="instead: peak, fragmentation and holders of memory in a trace made with profile_memory=True",
+    )
 
 
 def predict(arguments: argparse.Namespace, asked: Asked) -> tuple[StageMemory, ...]:
     if asked.shape is None or asked.sequence is None:
-        raise QuantityError("--memory: needs --config and --sequence")
+        raise QuantityError("--memory: needs --model-config and --sequence")
     spread = Spread(
         data=read_count("--dp", arguments.dp, "8"),
         tensor=read_count("--tp", arguments.tp, "8"),
@@ -101,15 +107,6 @@ def _gib(size_bytes: float) -> str:
 
 
 # `--memory-trace`: memory as a torch-profiler trace measured it, beside the prediction of `--memory`.
-
-
-def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory-trace",
-        type=Path,
-        metavar="TRACE",
-        help="instead: peak, fragmentation and holders of memory in a trace made with profile_memory=True",
-    )
 
 
 def measure(path: Path, *, as_json: bool) -> int:

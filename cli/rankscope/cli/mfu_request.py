@@ -24,7 +24,7 @@ from rankscope.analysis.models.model_shape import Counting, ModelShape, count_fl
 _POWERS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:e([+-]?[0-9]{1,4}))?\s*([KMBGT]?)", re.IGNORECASE)
 MOST_CONFIG_BYTES = 16 * 2**20
-_MODEL_OPTIONS = ("params", "config", "flops_per_token", "flops_per_step")
+_MODEL_OPTIONS = ("params", "model_config", "flops_per_token", "flops_per_step")
 
 
 # Numbers as users write them: 8.03e9, 8B, 540e9.
@@ -68,7 +68,7 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Asked:
-    shape: ModelShape | None  # from --config
+    shape: ModelShape | None  # from --model-config
     parameters: float | None
     sequence: int | None
     flops: TokenFlops | None  # None: a config without a sequence length, or FLOPs of a step without its tokens
@@ -87,7 +87,7 @@ def understand(arguments: argparse.Namespace) -> Asked:
     if len(given) != 1:
         said = " and ".join(map(_option, given)) + " exclude each other" if given else "nothing says what the model is"
         raise QuantityError(f"{said}; give one of {', '.join(map(_option, _MODEL_OPTIONS))}")
-    shape = None if arguments.config is None else read_shape(arguments.config)
+    shape = None if arguments.model_config is None else read_shape(arguments.model_config)
     sequence = None if arguments.sequence is None else read_count("--sequence", arguments.sequence, "8192")
     recompute = Recompute(arguments.recompute)
     gpus = read_count("--gpus", arguments.gpus, "64")
@@ -119,7 +119,7 @@ def understand(arguments: argparse.Namespace) -> Asked:
         counted = flops or TokenFlops(0, 0)
     if recompute is Recompute.SELECTIVE and counted.attention is None:
         raise QuantityError(
-            "--recompute selective: declared FLOPs do not tell attention apart; give --params or --config"
+            "--recompute selective: declared FLOPs do not tell attention apart; give --params or --model-config"
         )
     if per_second is not None and peak is None:
         raise QuantityError("nothing says what the devices could do; give --gpu NAME or --peak-tflops P")

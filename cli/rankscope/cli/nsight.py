@@ -24,11 +24,11 @@ from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.connection import CALL_SECONDS
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.cli.profile_client import ranks_of
+from rankscope.cli.options import selected_ranks
+from rankscope.cli.profile_client import one_run
 from rankscope.common.text import one_line
 from rankscope.daemon import procfs
-from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError
-from rankscope.daemon.captures.request import choose_job
+from rankscope.daemon.captures.orders import SECONDS_LIMIT
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
@@ -88,12 +88,9 @@ def record(channel: grpc.Channel, target: str, arguments: argparse.Namespace) ->
 
 def _windows(channel: grpc.Channel, arguments: argparse.Namespace) -> list[RankWindow]:
     """The latest of each chosen rank."""
-    wanted = frozenset(ranks_of(arguments))
+    wanted = frozenset(selected_ranks(arguments))
     found = RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=CALL_SECONDS).ranks
-    try:
-        job = choose_job(arguments.run_named or arguments.run, {rank.identity.job for rank in found})
-    except CaptureError as error:
-        raise CommandError(str(error), Exit.NOT_FOUND) from error
+    job = one_run(arguments.run, (rank.identity.job for rank in found))
     here = {rank.identity.rank: rank for rank in found if rank.identity.job == job}
     missing = sorted(wanted - here.keys())
     if missing:

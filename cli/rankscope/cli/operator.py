@@ -8,7 +8,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.cli.foreground import AuditFileError, add_service_arguments, host_port, open_audit_log
+from rankscope.cli.exit_codes import Exit
+from rankscope.cli.foreground import add_service_arguments, add_tls_arguments, host_port, open_audit_log, tls_files
 from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
 from rankscope.cli.prometheus_stack import add_prometheus_url_argument
 from rankscope.operator.access.api_server import PORT, UserApiSettings
@@ -28,9 +29,7 @@ def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make and renew the daemons' and our own, in Secrets of our namespace; in place of the next three",
     )
-    group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for the daemons; with the next two")
-    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
-    group.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the daemons' certificates")
+    add_tls_arguments(group)
     group.add_argument(
         "--api-name",
         action="append",
@@ -47,10 +46,8 @@ def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
     """Raises ValueError for flags that contradict each other, or that would leave a token without TLS."""
-    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
-    if any(files) and not all(files):
-        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
-    if arguments.fleet_certificates and any(files):
+    files = tls_files(arguments)
+    if arguments.fleet_certificates and files:
         raise ValueError("--fleet-certificates makes the files of --tls-certificate: leave one of them out")
     certificate: Path | None = arguments.api_certificate
     key: Path | None = arguments.api_key
@@ -67,7 +64,7 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
         kept = fleet_rotation(settings.namespace, arguments.api_name)
     return replace(
         settings,
-        daemon_tls=files if all(files) else None,
+        daemon_tls=files,
         fleet_certificates=kept,
         serving_files=serving,
         metrics_auth=arguments.metrics_auth,
@@ -162,17 +159,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kubeconfig", type=Path, metavar="FILE", help="how to reach the API server from outside")
     parser.add_argument(
-        "--namespace", default=defaults.namespace, help="where the daemons and our leases are (default: %(default)s)"
+        "--namespace",
+        default=defaults.namespace,
+        metavar="NAME",
+        help="where the daemons and our leases are (default: %(default)s)",
     )
     parser.add_argument(
-        "--identity", default=defaults.identity, help="this replica's name, unlike any other's (default: %(default)s)"
+        "--identity",
+        default=defaults.identity,
+        metavar="NAME",
+        help="this replica's name, unlike any other's (default: %(default)s)",
     )
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts of the runs (default: 1)")
     parser.add_argument(
         "--settling-seconds",
         type=float,
         default=defaults.settling_seconds,
-        metavar="S",
+        metavar="SECONDS",
         help="after a start, keep earlier findings this long until all ranks report (default: %(default)g)",
     )
     parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
@@ -229,7 +232,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         open_audit_log(arguments.audit_log)
         operator = Operator(_settings(arguments))
-    except (ValueError, OSError, TokenError, ClusterError, AuditFileError) as error:
+    except (ValueError, OSError, TokenError, ClusterError) as error:
         return refuse(str(error))
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -237,7 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         operator.start()
     except (ValueError, OSError) as error:
-        return refuse(str(error))
+        return refuse(str(error), Exit.FAILED)
     to_stderr(
         f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
         + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")

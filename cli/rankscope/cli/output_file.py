@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.exit_codes import CommandError, cannot_write
+from rankscope.cli.messages import to_stderr
 
 if TYPE_CHECKING:
     from rankscope.analysis.profiles.profile import Profile
@@ -71,9 +72,20 @@ def _umask() -> int:
     return current
 
 
-def write_output(path: Path, text: str) -> None:
-    with open_output(path) as file:
-        file.write(text.encode())
+@contextlib.contextmanager
+def writing(option: str) -> Iterator[None]:
+    """What is written in it goes to the place that an option names. Raises CommandError if that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(cannot_write(error, option)) from error
+
+
+def write_output(option: str, path: Path, content: str | bytes, about: str = "") -> None:
+    """The whole file, and a line on stderr that says so. Raises CommandError."""
+    with writing(option), open_output(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    to_stderr(f"wrote {path}{about}")
 
 
 # Files of profiles. The ending of the name is the format.

@@ -17,7 +17,8 @@ from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast, gain_words
 from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.predict_device import (
     add_device_arguments,
@@ -53,7 +54,6 @@ NS_PER_MS = 1e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="*", metavar="FILE|DIR", help="traces (.json, .json.gz), directories or globs")
     parser.add_argument("--list", action="store_true", help="print the changes there are, and exit")
@@ -64,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"changes to predict, + for two together: {', '.join(_BY_NAME)} (default: each)",
     )
     add_step_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the step before and after")
+    add_options(parser, "--json", "--html")
     add_device_arguments(parser)
 
 
@@ -102,10 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         hint = "record whole steps, as with rankscope capture --steps 5"
         return refuse(f"cannot be predicted: {error}; next step: {hint}")
     if timelines is not None:
-        try:
-            _write_page(arguments.html, found, facts(found, len(traces), arguments.step_ms), timelines)
-        except OSError as error:
-            return refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
+        _write_page(arguments.html, found, facts(found, len(traces), arguments.step_ms), timelines)
     prices = arguments.price, arguments.price_now
     if arguments.json:
         on = None if moved is None else device_json(moved, *prices)
@@ -123,8 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _write_page(path: Path, found: Forecast, said: Sequence[str], timelines: StepTimelines) -> None:
     from rankscope.cli.predict_page import make_page
 
-    write_output(path, make_page(found, headline(found), said, timelines))
-    to_stderr(f"wrote {path}")
+    write_output("--html", path, make_page(found, headline(found), said, timelines))
 
 
 def _read_changes(said: str | None) -> list[list[Change]] | None:
@@ -150,7 +145,7 @@ def _read_change(word: str) -> Change:
 
 def _print_list(*, as_json: bool) -> None:
     if as_json:
-        to_stdout(json.dumps([_described(change) for change in CHANGES]))
+        to_stdout(json.dumps({"changes": [_described(change) for change in CHANGES]}))
         return
     console = Terminal(soft_wrap=True)
     for change in CHANGES:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import grpc
@@ -13,7 +12,8 @@ from rankscope.analysis.profiles.profile import Profile
 from rankscope.cli.connection import CALL_SECONDS
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr
-from rankscope.common.rank_selection import RANKS_MOST, ChoiceError, choose_ranks
+from rankscope.daemon.captures.orders import CaptureError, UnknownError
+from rankscope.daemon.captures.request import choose_run
 from rankscope.v1 import profile_service_pb2 as pb
 from rankscope.v1.job_service_pb2 import ListJobsRequest
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
@@ -23,21 +23,15 @@ from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 
 QUERY_SECONDS: Final = 60.0
 PPROF_LIMIT_BYTES: Final = 64 << 20
-RUNS_NAMED: Final = 8
 PROBLEMS_SHOWN: Final = 16
 
 
-def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", default="", metavar="RUN", help="its name; not needed if there is only one")
-    parser.add_argument("--ranks", default="all", metavar="R", help="all (default), or some, as in 0,3-5")
-
-
-def ranks_of(arguments: argparse.Namespace) -> list[int]:
-    """An empty list means all."""
+def one_run(wanted: str, runs: Iterable[str]) -> str:
+    """The run that is named, or the only one. Raises CommandError."""
     try:
-        return [] if arguments.ranks == "all" else choose_ranks(arguments.ranks, (), RANKS_MOST, None)
-    except ChoiceError as error:
-        raise CommandError(str(error)) from error
+        return choose_run(wanted, set(runs))
+    except CaptureError as error:
+        raise CommandError(str(error), Exit.NOT_FOUND if isinstance(error, UnknownError) else Exit.USAGE) from error
 
 
 class ProfileClient:
@@ -49,17 +43,11 @@ class ProfileClient:
 
     def run_named(self, wanted: str) -> str:
         """The only one, if none is named. A run that has ended has profiles too, so a name is not checked."""
-        if wanted:
-            return wanted
-        runs = sorted(set(self._runs()))
-        if not runs:
-            raise CommandError(
-                "no run is seen now; `rankscope top` shows what is; name one that has ended with --run", Exit.NOT_FOUND
-            )
-        if len(runs) > 1:
-            more = f" and {len(runs) - RUNS_NAMED} more" if len(runs) > RUNS_NAMED else ""
-            raise CommandError(f"several runs are seen: {', '.join(runs[:RUNS_NAMED])}{more}; name one with --run")
-        return runs[0]
+        return wanted or one_run("", self._runs())
+
+    def check_seen(self, run: str) -> None:
+        """Raises CommandError unless the run is seen now."""
+        one_run(run, self._runs())
 
     def profile(self, selection: pb.ProfileSelection) -> Profile:
         parts: list[bytes] = []

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from rankscope.cli.durations import duration_seconds
-from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.exit_codes import CommandError, Exit, cannot_read
+from rankscope.cli.options import add_since_argument, duration_seconds
 from rankscope.operator.prometheus_api import Failure, PrometheusApi, read_token
 
 MAX_SECONDS: Final = 92 * 86400.0
@@ -24,9 +24,11 @@ _FAILURES: Final = {
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--since", default="7d", metavar="TIME", help="the last so long, as in 24h, 7d (default), 30d")
+    add_since_argument(parser, "7d")
     parser.add_argument("--prometheus", default="", metavar="URL", help="address of Prometheus, Thanos or Mimir")
-    parser.add_argument("--tenant", default="", help="tenant to ask for (header X-Scope-OrgID), for Mimir")
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="tenant of Mimir to ask for (header X-Scope-OrgID)"
+    )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="file with a bearer token to send")
 
 
@@ -47,8 +49,7 @@ def source(arguments: argparse.Namespace, example: str, request_seconds: float, 
         try:
             read_token(arguments.token_file)
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            raise CommandError(f"--token-file {arguments.token_file}: {why}") from error
+            raise CommandError(f"--token-file {arguments.token_file}: {cannot_read(error)}") from error
     try:
         return PrometheusApi(
             arguments.prometheus,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import zlib
@@ -17,8 +16,9 @@ from rankscope.analysis.quantities import count, quantity, shorten, shorten_all
 from rankscope.analysis.traces.capture_report import CaptureReport, CaptureRow, capture_report, capture_row
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import overwrite, to_stderr
-from rankscope.cli.output_file import open_output
-from rankscope.cli.trace_report.files import BrokenFile, find_files
+from rankscope.cli.options import add_options, add_output_argument
+from rankscope.cli.output_file import open_output, write_output, writing
+from rankscope.cli.trace_report.files import BrokenFile, find_files, without_collection
 from rankscope.cli.trace_report.reduction import reduce_files
 from rankscope.cli.trace_report.report import make_report, verdict_of
 
@@ -54,13 +54,10 @@ class PartHeader(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("paths", nargs="*", metavar="DIR", help="directories with captures")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the report to a file as JSON, and print nothing"
-    )
+    add_options(parser, "--json")
+    add_output_argument(parser, "FILE", "write the object of --json there, and print nothing")
     parser.add_argument("--shards", type=int, metavar="N", help="number of workers that share the captures")
     parser.add_argument(
         "--shard", type=int, metavar="I", help=f"this worker, from 0 (default: ${_INDEX_VARIABLE}, of an Indexed Job)"
@@ -141,12 +138,8 @@ def _name(folder: Path, roots: Sequence[Path]) -> str:
 
 
 def _row(name: str, run: str, paths: Sequence[Path], broken: Sequence[BrokenFile]) -> CaptureRow:
-    gc.disable()  # millions of records without reference cycles
-    try:
-        files = reduce_files([str(path) for path in paths], top=_TOP_KERNELS)
-        report = make_report(files).report
-    finally:
-        gc.enable()
+    with without_collection():
+        report = make_report(reduce_files([str(path) for path in paths], top=_TOP_KERNELS)).report
     words = [f"{one.path}: {one.reason}" for one in broken] + [f"{one.file}: {one.reason}" for one in report.broken]
     return capture_row(name, run, report.ranks, report.bound, report.findings, verdict_of(report), tuple(words))
 
@@ -165,15 +158,11 @@ def _missing(folder: Path, shards: int) -> list[int]:
 def _write_part(folder: Path, header: PartHeader, rows: Iterable[CaptureRow]) -> None:
     encode = msgspec.json.Encoder().encode
     path = _part(folder, header.shard, header.shards)
-    try:
+    with writing("--parts"):
         folder.mkdir(parents=True, exist_ok=True)
         with open_output(path) as file:
             file.write(encode(header) + b"\n")
             number = sum(file.write(encode(row) + b"\n") > 0 for row in rows)
-    except OSError as error:
-        raise CommandError(
-            f"{error.filename or path}: cannot be written: {error.strerror}; next step: name another directory"
-        ) from error
     to_stderr(f"wrote {path}: {count(number, 'capture')}")
 
 
@@ -226,14 +215,7 @@ def _report(rows: Iterable[CaptureRow], arguments: argparse.Namespace) -> int:
         raise CommandError("no trace could be read; next step: name directories that hold captures")
     encoded = msgspec.json.encode(report) + b"\n"
     if arguments.output is not None:
-        try:
-            with open_output(arguments.output) as file:
-                file.write(encoded)
-        except OSError as error:
-            raise CommandError(
-                f"{arguments.output}: cannot be written: {error.strerror}; next step: name another file"
-            ) from error
-        to_stderr(f"wrote {arguments.output}")
+        write_output("-o", arguments.output, encoded)
     elif arguments.json:
         sys.stdout.buffer.write(encoded)
         sys.stdout.flush()

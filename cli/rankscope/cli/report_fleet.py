@@ -21,6 +21,7 @@ from rankscope.analysis.plots.svg import Axis
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import overwrite, to_stderr, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.prometheus_source import add_source_arguments, explained, since_seconds, source
 from rankscope.common import object_store
@@ -48,11 +49,9 @@ ASK_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     add_source_arguments(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser, "--html", "--json")
     parser.add_argument(
         "--upload",
         default="",
@@ -74,11 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         report = _ask_server(arguments, seconds)
     if arguments.html is not None:
-        try:
-            write_output(arguments.html, make_page(report))
-        except OSError as error:
-            raise CommandError(f"{error.filename}: {error.strerror}; name another file with --html") from error
-        to_stderr(f"wrote {arguments.html}")
+        write_output("--html", arguments.html, make_page(report))
     if arguments.upload:
         _upload(report, arguments.upload)
     if arguments.json:

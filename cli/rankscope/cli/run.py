@@ -23,9 +23,10 @@ from types import FrameType
 
 from rankscope.analysis.verdicts.verdict import gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.job_tables import MARKS
 from rankscope.cli.messages import refuse, to_stderr
+from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json
 from rankscope.cli.standalone import Standalone, private_config
@@ -50,7 +51,7 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _EPILOG = """\
 examples:
   rankscope run -- torchrun --nproc-per-node 8 train.py
-  rankscope run --json after.json -- torchrun --nproc-per-node 8 train.py
+  rankscope run --summary after.json -- torchrun --nproc-per-node 8 train.py
   rankscope compare before.json after.json --max-regression 5%
 
 The command's output, signals and exit status pass through unchanged. A line appears on stderr when the verdict
@@ -60,10 +61,12 @@ first).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, for `rankscope compare`")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the card there as a page")
+    parser.usage = "%(prog)s [options] -- COMMAND"
+    parser.add_argument(
+        "--summary", type=Path, metavar="FILE", help="write what was measured as JSON, for `rankscope compare`"
+    )
+    add_options(parser, "--html")
     parser.add_argument("--quiet", action="store_true", help="print the card only")
     parser.add_argument("--no-probe", action="store_true", help="do not load the probe; stacks and counters only")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, with arguments")
@@ -109,12 +112,12 @@ def _show_and_write(
     console = Terminal(stderr=True)
     console.print(card(jobs, seconds, probe=not arguments.no_probe, columns=console.columns))
     try:
-        if arguments.json is not None:
-            write_output(arguments.json, json.dumps(to_json(jobs, command, status, seconds)) + "\n")
+        if arguments.summary is not None:
+            write_output("--summary", arguments.summary, json.dumps(to_json(jobs, command, status, seconds)) + "\n")
         if arguments.html is not None:
-            write_output(arguments.html, as_html(jobs, seconds, probe=not arguments.no_probe))
-    except OSError as error:
-        to_stderr(f"error: {error.filename}: {error.strerror}; the summary is not written")
+            write_output("--html", arguments.html, as_html(jobs, seconds, probe=not arguments.no_probe))
+    except CommandError as error:
+        refuse(str(error))  # the exit status is the command's
 
 
 def _run_command(command: Sequence[str], mark: str, *, probe: bool) -> int:

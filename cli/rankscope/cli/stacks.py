@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from rankscope.analysis.profiles.stack_groups import StackGroup, frame_text, group_stacks
+from rankscope.cli import options
 from rankscope.cli.connection import connected
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.messages import refuse, to_stdout
-from rankscope.cli.profile_client import ProfileClient, add_selection_arguments, ranks_of
+from rankscope.cli.profile_client import ProfileClient
 from rankscope.common.text import printable
 from rankscope.v1.profile_service_pb2 import RankStack
 
@@ -30,19 +31,19 @@ Exit code: 0 if a stack was read, 1 if none was; 2 usage, 4 no server, 5 refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    add_selection_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with whole stacks")
+    options.add_options(parser, "--run", "--ranks", "--json")
     add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    ranks = ranks_of(arguments)
+    ranks = options.selected_ranks(arguments)
     with connected(arguments) as (_, channel):
         client = ProfileClient(channel)
         named = client.run_named(arguments.run)
         stacks = client.stacks(named, ranks)
+        if not stacks:
+            client.check_seen(named)
     if not stacks:
         text = f"no such rank of run {named!r} runs now; `rankscope top` shows those that do"
         return refuse(text, Exit.NOT_FOUND)

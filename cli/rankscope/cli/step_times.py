@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from rankscope.analysis.stats.robust import Floats
+from rankscope.cli.exit_codes import CommandError, cannot_read
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 # Common names of the step time in logs, and the unit where the name does not say.
@@ -233,7 +234,7 @@ def read_runs(paths: Sequence[Path], column: str | None, unit: str | None) -> Ru
         except (EOFError, zlib.error):
             raise StepFileError(f"{path}: the gzip file is damaged or cut off") from None
         except OSError as error:
-            raise StepFileError(f"{error.filename or path}: {error.strerror or error}") from None
+            raise CommandError(f"{error.filename or path}: {cannot_read(error)}") from None
     for name, run in zip(names, runs, strict=True):
         if len(run) == 0:
             raise StepFileError(f"{name}: holds no step times")

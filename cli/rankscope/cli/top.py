@@ -27,12 +27,12 @@ from rich.live import Live
 from rich.text import Text
 
 from rankscope.analysis.verdicts.verdict import Verdict, evidence, headline, loss, milliseconds
+from rankscope.cli import options
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.job_tables import MARKS, rank_table
 from rankscope.cli.messages import to_stdout
-from rankscope.cli.profile_client import ranks_of
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
 from rankscope.operator.console.answers import TopAnswer, TopRun, cpu_ratio, measured, rank_answer, run_fields
@@ -96,12 +96,9 @@ SORTS: dict[str, Callable[[RankWindow], Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, or one a line for each refresh")
-    parser.add_argument("--run", default="", metavar="RUN", help="this run only; NAMESPACE/ for those of a namespace")
-    parser.add_argument("--ranks", default="all", metavar="R", help="these ranks only, as in 0-7,12")
+    options.add_options(parser, "--json", "--run NAMESPACE/", "--ranks")
     parser.add_argument("--sort", choices=tuple(SORTS), default="rank", help="order of the ranks (default: rank)")
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="most ranks shown of a run (default: 32)")
     add_connection_arguments(parser)
@@ -110,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.rows < 1:
         raise CommandError(f"--rows {arguments.rows}: at least one, as in --rows 8")
-    view = View(arguments.run, frozenset(ranks_of(arguments)) or None, arguments.sort, arguments.rows)
+    view = View(arguments.run, frozenset(options.selected_ranks(arguments)) or None, arguments.sort, arguments.rows)
     with connected(arguments) as (_, channel):
         return _show(channel, view, once=arguments.once, as_json=arguments.json)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,14 +56,14 @@ def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prometheus-interval",
-        type=_seconds,
+        type=_between(0.1, 60),
         default=Pace.interval_seconds,
-        metavar="S",
+        metavar="SECONDS",
         help=f"scrape and evaluate so often (default: {Pace.interval_seconds:g} s)",
     )
     group.add_argument(
         "--hurry",
-        type=_factor,
+        type=_between(1, 1000),
         default=1.0,
         metavar="N",
         help="divide all durations in the rules by N, to try alerts out; not for real jobs (default: 1)",
@@ -204,27 +204,21 @@ def _stack_settings(arguments: argparse.Namespace) -> StackSettings:
     )
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text.removesuffix("s"))
-    if not 0.1 <= seconds <= 60:
-        raise argparse.ArgumentTypeError("0.1 to 60 seconds")
-    return seconds
+def _between(low: float, high: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not low <= float(text) <= high:
+            raise argparse.ArgumentTypeError(f"{low:g} to {high:g}")
+        return float(text)
 
-
-def _factor(text: str) -> float:
-    factor = float(text)
-    if not (math.isfinite(factor) and 1 <= factor <= 1000):
-        raise argparse.ArgumentTypeError("1 to 1000")
-    return factor
+    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Prints a line whenever a verdict changes. The console shows runs and ranks in a browser, `rankscope top` in "
-        "another terminal. "
-        "Jobs started with RANKSCOPE_PROBE=1 are seen step by step, others through their stacks."
+    parser.description = (
+        "Watches this machine and judges its jobs. Prints a line whenever a verdict changes. The console shows runs "
+        "and ranks in a browser, `rankscope top` in another terminal. Jobs started with RANKSCOPE_PROBE=1 are "
+        "seen step by step, others through their stacks."
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the daemon's settings as keys")
     parser.add_argument(
         "--console-listen",
         metavar="HOST:PORT",

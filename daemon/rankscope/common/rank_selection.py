@@ -9,12 +9,18 @@ from dataclasses import dataclass
 TEXT_LIMIT = 4096
 RANKS_MOST = 131_072
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+ALL = "all"
 STRAGGLER = "straggler"
 STRAGGLER_AND_PEER = "straggler+peer"
+SUSPECTS = (STRAGGLER, STRAGGLER_AND_PEER)
 
 
 class ChoiceError(Exception):
     """Why these words choose no ranks, with what would."""
+
+
+class UnknownRankError(ChoiceError):
+    """The job has no such rank."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +34,30 @@ class Suspected:
 
 def choose_ranks(text: str, present: Collection[int], world_size: int, suspected: Suspected | None) -> list[int]:
     """Rank numbers, sorted. Only "all" keeps to those that are present; the caller reports the others."""
-    wanted = text.strip() or "all"
-    if len(wanted) > TEXT_LIMIT:
-        raise ChoiceError(f"a list of ranks of {len(wanted)} characters; use ranges, as in 0-511")
-    if wanted == "all":
-        return sorted(present)
-    if wanted in (STRAGGLER, STRAGGLER_AND_PEER):
+    wanted = text.strip()
+    if wanted in SUSPECTS:
         return _suspected(wanted, suspected)
+    return numbered_ranks(wanted, world_size, SUSPECTS) or sorted(present)
+
+
+def numbered_ranks(text: str, world_size: int | None = None, words: Collection[str] = ()) -> list[int]:
+    """Numbers and ranges, sorted; empty for "all". `words` are what else the caller takes."""
+    wanted = text.strip() or ALL
+    if wanted == ALL:
+        return []
+    if len(wanted) > TEXT_LIMIT:
+        raise ChoiceError(f"ranks: a list of {len(wanted)} characters; use ranges, as in 0-511")
     chosen: set[int] = set()
     for part in wanted.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
-            raise ChoiceError(
-                f"ranks {part.strip()[:40]!r}: say all, numbers and ranges (0,3-5), or {STRAGGLER}[+peer]"
-            )
+            said = ", ".join((ALL, *words))
+            raise ChoiceError(f"ranks {part.strip()[:40]!r}: say {said}, or numbers and ranges, as in 0-7,12")
         first, last = int(match[1]), int(match[2] or match[1])
-        if first > last or last >= world_size:
-            raise ChoiceError(f"ranks {part.strip()}: the job has ranks 0 to {world_size - 1}")
+        if first > last:
+            raise ChoiceError(f"ranks {part.strip()}: a range begins with its lower rank, as in {last}-{first}")
+        if world_size is not None and last >= world_size:
+            raise UnknownRankError(f"ranks {part.strip()}: the job has ranks 0 to {world_size - 1}")
         # A job is as large as one of its processes claims: a list of ten million numbers would take a gigabyte.
         if last - first + len(chosen) >= RANKS_MOST:
             raise ChoiceError(f"ranks {part.strip()}: {RANKS_MOST} at most can be named at a time")

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ def _setting(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    begins: str = "",
 ) -> Any:
-    """A field of Config. A callable default depends on the machine."""
+    """A field of Config. A callable default depends on the machine. `begins` is the title of a group of settings: this
+    one and those after it, up to the next title."""
     made: Callable[[], Value] = default if callable(default) else lambda: default
-    metadata = {"default": made, "help": help_text, "low": low, "high": high, "choices": choices}
+    metadata = {"default": made, "help": help_text, "low": low, "high": high, "choices": choices, "begins": begins}
     return field(default_factory=made, metadata=metadata)
 
 
@@ -72,55 +74,57 @@ def _setting(
 class Config:
     """What the daemon runs with. Each field is a setting: flags, variables, checks and documentation derive from it."""
 
-    node: str = _setting(socket.gethostname, "name of this node in windows and metrics")
+    node: str = _setting(socket.gethostname, "name of this node in windows and metrics", begins="sampling")
     window_seconds: float = _setting(2.0, "length of a window; borders are shared by all nodes", 0.5, 60)
     stack_rate_hertz: float = _setting(10.0, "stack samples per second and rank; 0 turns them off", 0, 100)
     budget_ratio: float = _setting(0.01, "share of one core the daemon may use per rank", 0.0001, 1)
-    metrics_listen: str = _setting("127.0.0.1:9464", "HOST:PORT of /metrics and /healthz; none turns it off")
-    socket: str = _setting(default_socket, "path of the gRPC Unix socket; none turns it off")
-    grpc_listen: str = _setting(NONE, "HOST:PORT for gRPC over TCP as well; without TLS loopback only")
+    max_ranks: int = _setting(1024, "how many ranks of this node are watched and exported", 1, 65536)
+    socket: str = _setting(
+        default_socket, "path of the gRPC Unix socket; none turns it off", begins="addresses and TLS"
+    )
+    grpc_listen: str = _setting(NONE, "address for gRPC over TCP as well; without TLS loopback only")
+    metrics_listen: str = _setting("127.0.0.1:9464", "address of /metrics and /healthz; none turns it off")
+    metrics_detail: str = _setting("standard", "which series /metrics has", choices=METRICS_DETAILS)
+    metrics_tls: bool = _setting(False, "/metrics by the same certificate, for scrapers that show one")
     tls_certificate: str = _setting(NONE, "the daemon's certificate, for gRPC over TCP; with the next two")
     tls_key: str = _setting(NONE, "its key")
     tls_client_authority: str = _setting(NONE, "who signed the operator's certificate")
-    metrics_tls: bool = _setting(False, "/metrics by the same certificate, for scrapers that show one")
     watch_readers: int = _setting(16, "how many clients may watch windows at once", 1, 256)
-    max_ranks: int = _setting(1024, "how many ranks of this node are watched and exported", 1, 65536)
-    captures: bool = _setting(True, "offer deep captures of the ranks of this node")
+    captures: bool = _setting(True, "offer deep captures of the ranks of this node", begins="captures")
     capture_dir: str = _setting(default_capture_dir, "where captured traces are kept")
     capture_quota_bytes: int = _setting(10 << 30, "how much captures may take on disk", 1 << 20, 1 << 50)
     capture_quota_seconds: float = _setting(7 * 86400.0, "how long captures are kept", 60, 1e9)
-    capture_upload_url: str = _setting(NONE, "where to copy captures to, as in s3://bucket/folder; or none")
-    audit_log: str = _setting(
-        NONE, "file for a line of JSON for each capture, when it is requested and when it ends; or none"
-    )
+    capture_upload_url: str = _setting(NONE, "where to copy captures to, as in s3://bucket/folder")
+    audit_log: str = _setting(NONE, "file for a line of JSON for each capture, when it is requested and when it ends")
+    kineto_socket_dir: str = _setting(NONE, "serve libkineto by a socket file in this directory as well")
     duty_cycle_steps: int = _setting(0, "steps to record now and then where no probe runs; 0: never", 0, 100)
     duty_cycle_seconds: float = _setting(600.0, "how often the duty cycle records", 10, 86400)
     duty_cycle_budget_ratio: float = _setting(0.005, "share of a job's time it may cost", 0.0001, 1)
-    profile_dir: str = _setting(default_profile_dir, "where sampled stacks are kept; none turns that off")
+    profile_dir: str = _setting(
+        default_profile_dir, "where sampled stacks are kept; none turns that off", begins="profiles"
+    )
     profile_interval_seconds: float = _setting(
         60.0, "how often they are written; the unit of time in profiles", 1, 3600
     )
     profile_quota_bytes: int = _setting(1 << 30, "how much profiles may take on disk", 1 << 20, 1 << 50)
     profile_quota_seconds: float = _setting(7 * 86400.0, "how long profiles are kept", 60, 1e9)
-    profile_push_url: str = _setting(NONE, "Pyroscope to send profiles to, as in https://pyroscope:4040; or none")
-    profile_push_tenant: str = _setting(NONE, "its tenant, the header X-Scope-OrgID; or none")
-    profile_push_token_file: str = _setting(NONE, "file with a bearer token or USER:PASSWORD for it; or none")
+    profile_push_url: str = _setting(NONE, "Pyroscope to send profiles to, as in https://pyroscope:4040")
+    profile_push_tenant: str = _setting(NONE, "its tenant, the header X-Scope-OrgID")
+    profile_push_token_file: str = _setting(NONE, "file with a bearer token or USER:PASSWORD for it")
     profile_push_authority: str = _setting(NONE, "who signed its certificate; none: the system's authorities")
-    kineto_socket_dir: str = _setting(NONE, "serve libkineto by a socket file in this directory as well")
-    gpu: bool = _setting(True, "read the counters of the node's GPUs")
+    gpu: bool = _setting(True, "read the counters of the node's GPUs", begins="GPU and network counters")
     gpu_interval_seconds: float = _setting(1.0, "how often the GPUs are read", 0.1, 60)
-    dcgm_url: str = _setting(NONE, "/metrics of a dcgm-exporter on this node, for GPUs without GPM; or none")
+    dcgm_url: str = _setting(NONE, "/metrics of a dcgm-exporter on this node, for GPUs without GPM")
     kubelet_socket: str = _setting(
         "/var/lib/kubelet/pod-resources/kubelet.sock", "kubelet's pod-resources socket; or none"
     )
     network: bool = _setting(True, "read the counters of the node's network ports")
     network_interval_seconds: float = _setting(10.0, "how often they are read", 1, 60)
-    metrics_detail: str = _setting("standard", "which series /metrics has", choices=METRICS_DETAILS)
+    log_level: str = _setting("info", "least severe log line to print", choices=LOG_LEVELS, begins="paths and log")
     py_spy: str = _setting("", "path of the py-spy program (default: beside this interpreter, then PATH)")
     proc_root: str = _setting("/proc", "where the host's /proc is mounted")
     sys_root: str = _setting("/sys", "where the host's /sys is mounted")
     cgroup_root: str = _setting("/sys/fs/cgroup", "where the host's cgroups are mounted")
-    log_level: str = _setting("info", "least severe log line to print", choices=LOG_LEVELS)
 
 
 @dataclass(frozen=True)
@@ -134,10 +138,18 @@ class Setting:
     low: float | None
     high: float | None
     choices: tuple[str, ...]
+    group: str
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def form(self) -> str:
+        """What a value looks like, by the last word of the name."""
+        if self.kind is bool:
+            return "true|false"
+        return "|".join(self.choices) or _FORMS.get(self.name.rpartition("_")[2], "N")
 
     @property
     def variable(self) -> str:
@@ -145,7 +157,28 @@ class Setting:
 
 
 _KINDS = {"str": str, "float": float, "int": int, "bool": bool}
-SETTINGS = tuple(Setting(f.name, _KINDS[str(f.type)], **f.metadata) for f in fields(Config))
+_FORMS = {
+    **dict.fromkeys(("node", "tenant"), "NAME"),
+    **dict.fromkeys(("dir", "root"), "DIR"),
+    **dict.fromkeys(("socket", "spy", "log", "file", "certificate", "key", "authority"), "FILE"),
+    "listen": "HOST:PORT",
+    "url": "URL",
+    "bytes": "BYTES",
+    "seconds": "SECONDS",
+    "hertz": "HERTZ",
+    "ratio": "RATIO",
+}
+
+
+def _settings() -> Iterator[Setting]:
+    group = ""
+    for one in fields(Config):
+        declared = dict(one.metadata)
+        group = declared.pop("begins") or group
+        yield Setting(one.name, _KINDS[str(one.type)], group=group, **declared)
+
+
+SETTINGS = tuple(_settings())
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 

@@ -20,7 +20,7 @@ def test_facts_of_a_log_are_printed(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_facts_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", "nccl-log", "--json", str(FILES / "collectives.log")]) == 0
-    (facts,) = json.loads(capsys.readouterr().out)
+    (facts,) = json.loads(capsys.readouterr().out)["files"]
     assert (facts["version"], facts["algorithms"]) == ("2.28.9", ["RING/LL", "RING/SIMPLE"])
 
 

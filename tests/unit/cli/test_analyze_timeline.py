@@ -136,7 +136,7 @@ def test_files_that_cannot_be_read_get_one_line(
     ragged.write_bytes(b"dp_rank,stage\n1\n2,3,4\n\xff\xfe\x00")
     assert "neither parquet nor CSV" in complaint(capsys, ragged)
     assert "give it the ending .svg" in complaint(capsys, trace, "--heatmap", "map.png")
-    assert "can be written" in complaint(capsys, trace, "--heatmap", tmp_path / "no" / "map.svg")
+    assert "cannot be written" in complaint(capsys, trace, "--heatmap", tmp_path / "no" / "map.svg")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.foreground import AuditFileError, open_audit_log
+from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.foreground import open_audit_log
 from rankscope.common.audit import LOGGER
 
 
@@ -47,7 +48,7 @@ def test_an_unwritable_place_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / "pipe")
     for name in ("missing/audit.log", "link", "pipe", ""):
-        with pytest.raises(AuditFileError, match="--audit-log"):
+        with pytest.raises(CommandError, match="--audit-log"):
             open_audit_log(tmp_path / name)
 
 

@@ -141,7 +141,7 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
         (("8=3GB", "16=2ms"), "neither a trace nor a step"),
         (("8=0ms", "16=2ms"), "its step is not a number above zero"),
         (("8=nan", "16=2ms"), "has no step"),
-        (("8=/nowhere/trace.json", "16=2ms"), "there is no such file"),
+        (("8=/nowhere/trace.json", "16=2ms"), "cannot be read: No such file"),
         (("8=1ms", "16=2ms", "--memory-gb", "nan"), "a device has more than nothing"),
         (("8=1ms", "16=2ms", "--memory-gb", "0"), "a device has more than nothing"),
     ],

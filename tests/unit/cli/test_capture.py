@@ -117,7 +117,7 @@ def test_an_undelivered_rank_gives_exit_code_1_and_its_cause(
         (["--seconds", "nan"], "--seconds nan"),
         (["--steps", "3", "--patience", "-1"], "--patience -1"),
         (["--steps", "3", "--connect", "somewhere"], "say HOST:PORT or unix:PATH"),
-        (["--steps", "3", "--output", "/proc/nowhere"], "/proc/nowhere cannot be made"),
+        (["--steps", "3", "--output", "/proc/nowhere"], "/proc/nowhere: cannot be written: No such file"),
     ],
 )
 def test_an_impossible_request_exits_with_2_and_the_reason(
@@ -146,7 +146,7 @@ def test_an_unreachable_server_has_its_own_exit_code(
 def test_a_refusal_is_told_in_the_daemons_words(
     daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    daemon.refusal = "several jobs run on this node; name one with --run: a, b"
+    daemon.refusal = "several runs are seen: a, b; name one with --run"
     assert run(command, "--connect", endpoint, "--steps", "3") == Exit.REFUSED
     assert f"error: {daemon.refusal}\n" in capsys.readouterr().err
 

@@ -168,9 +168,9 @@ def test_get_fetches_the_given_ranks_and_names_missing_ones(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--connect", endpoint, "--output", str(tmp_path / "out")]
-    assert run(captures, "get", ID, "--rank", "1", *words) == 0
+    assert run(captures, "get", ID, "--ranks", "1", *words) == 0
     assert [path.name for path in (tmp_path / "out").glob("*.gz")] == [f"bert-{ID}-rank1.json.gz"]
-    assert run(captures, "get", ID, "--rank", "7", *words) == 2
+    assert run(captures, "get", ID, "--ranks", "7", *words) == 6
     assert "7" in capsys.readouterr().err
     daemon.known[ID] = capture(ANALYSED, ANALYSED, FAILED)
     assert run(captures, "get", ID, *words) == 1

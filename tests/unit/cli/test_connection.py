@@ -106,7 +106,9 @@ def test_an_operator_capture_sends_the_token_on_every_call(
     for rank in (0, 1):
         operator.artifacts[rank] = bytes(done().ranks[rank].bytes)
     output = tmp_path / "traces"
-    assert run(command, RUN, *flags, "--steps", "3", "--reason", "slow", "--output", str(output), "--json") == 0
+    assert (
+        run(command, "--run", RUN, *flags, "--steps", "3", "--reason", "slow", "--output", str(output), "--json") == 0
+    )
     (request,) = operator.requests
     assert (request.job, request.reason, request.steps) == (RUN, "slow", 3)
     assert operator.shown == [f"Bearer {TOKEN}"] * 3
@@ -155,7 +157,7 @@ def test_the_operators_refusals_are_said_in_its_words(
         (code.UNAVAILABLE, "the API server does not answer; try again", Exit.UNREACHABLE),
     ):
         operator.code = (refusal, text)
-        assert run(command, RUN, *flags, "--steps", "3") == status
+        assert run(command, "--run", RUN, *flags, "--steps", "3") == status
         said = capsys.readouterr().err
         assert text in said and TOKEN not in said
 
@@ -173,7 +175,7 @@ def test_no_token_is_shown_to_somebody_else(
     words = list(flags)
     place = words.index(change[0])
     words[place : place + 2] = [] if change[1] == "none" else change
-    assert run(command, RUN, *words, "--steps", "3") == Exit.UNREACHABLE
+    assert run(command, "--run", RUN, *words, "--steps", "3") == Exit.UNREACHABLE
     assert said in capsys.readouterr().err
     assert operator.shown == []
 
@@ -190,15 +192,15 @@ def test_without_tls_a_token_does_not_leave_this_machine(
     server.start()
     try:
         named = ["--tls-server-name", NAME]
-        assert run(command, RUN, "--connect", f"127.0.0.1:{port}", *named, "--steps", "3") == Exit.UNREACHABLE
+        assert run(command, "--run", RUN, "--connect", f"127.0.0.1:{port}", *named, "--steps", "3") == Exit.UNREACHABLE
         assert "no TLS there" in capsys.readouterr().err
-        assert run(command, RUN, "--connect", f"127.0.0.1:{port}", "--steps", "3") == 0
+        assert run(command, "--run", RUN, "--connect", f"127.0.0.1:{port}", "--steps", "3") == 0
         assert operator.shown == [""]
         operator.shown.clear()
-        assert run(command, RUN, "--connect", f"127.0.0.1:{port}", "--plaintext", "--steps", "3") == 0
+        assert run(command, "--run", RUN, "--connect", f"127.0.0.1:{port}", "--plaintext", "--steps", "3") == 0
         assert operator.shown == [f"Bearer {TOKEN}"]
         capsys.readouterr()
-        assert run(command, RUN, "--connect", "operator.example:9468", "--plaintext", "--steps", "3") == 2
+        assert run(command, "--run", RUN, "--connect", "operator.example:9468", "--plaintext", "--steps", "3") == 2
         assert "nothing is sent to operator.example without TLS" in capsys.readouterr().err
     finally:
         server.stop(0).wait(5)
@@ -213,7 +215,7 @@ def test_without_tls_a_token_does_not_leave_this_machine(
         (["--connect", "h:1", "--client-key", "x"], "--client-certificate and --client-key belong together"),
         (["--connect", "h:1", "--certificate-authority", "/etc/hostname"], "there is no PEM certificate in it"),
         (["--token-file", "x"], "--token-file goes with --connect HOST:PORT or --context"),
-        (["--connect", "h:1", "--token-file", "/nowhere"], "--token-file /nowhere: No such file"),
+        (["--connect", "h:1", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read: No such file"),
         (["--connect", "h:1", "--token-file", "x", "--kubeconfig", "y"], "name one"),
     ],
 )
@@ -221,7 +223,7 @@ def test_what_is_missing_is_said_before_anything_is_sent(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANKSCOPE_TOKEN", raising=False)
-    assert run(command, RUN, "--steps", "3", *words) == 2
+    assert run(command, "--run", RUN, "--steps", "3", *words) == 2
     assert said in capsys.readouterr().err
 
 
@@ -265,10 +267,10 @@ def test_the_token_of_a_named_kubeconfig_is_its_current_users(
 ) -> None:
     words = flags[: flags.index("--token-file")]
     path = kubeconfig(tmp_path / "config", {"token": TOKEN})
-    assert run(command, RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 0
+    assert run(command, "--run", RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 0
     (tmp_path / "t").write_text(TOKEN)
     kubeconfig(path, {"tokenFile": "t"})
-    assert run(command, RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 0
+    assert run(command, "--run", RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 0
     assert set(operator.shown) == {f"Bearer {TOKEN}"}
     capsys.readouterr()
     for user, said in (
@@ -278,11 +280,11 @@ def test_the_token_of_a_named_kubeconfig_is_its_current_users(
         ("text", "no current context with a user"),
     ):
         kubeconfig(path, user)
-        assert run(command, RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 2
+        assert run(command, "--run", RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 2
         shown = capsys.readouterr().err
         assert said in shown and TOKEN not in shown
     path.write_text(f"token: {TOKEN}\n\t- {{")
-    assert run(command, RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 2
+    assert run(command, "--run", RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 2
     assert TOKEN not in capsys.readouterr().err
 
 

@@ -337,7 +337,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.
     with server() as url:
         assert asked(url, tmp_path / "file" / "out") == Exit.USAGE
         assert asked(url, tmp_path / "file") == Exit.USAGE
-    assert "name another directory" in capsys.readouterr().err
+    assert "name another with -o" in capsys.readouterr().err
 
 
 def test_without_pyarrow_the_extra_is_named(

@@ -94,7 +94,7 @@ def test_files_hold_the_same_samples_in_every_format(served: Daemon, tmp_path: P
         (["--since", "3d"], Exit.USAGE, "up to 24 h"),
         (["--run", "unknown"], Exit.NOT_FOUND, "rankscope top"),
         (["--run", "unknown", "--against", "1h"], Exit.NOT_FOUND, "rankscope top"),
-        (["-o", "/nowhere/a.html"], Exit.USAGE, "another file"),
+        (["-o", "/nowhere/a.html"], Exit.USAGE, "name another with -o"),
     ],
 )
 def test_errors_say_what_to_do_next(served: Daemon, capsys: Output, words: list[str], status: Exit, text: str) -> None:

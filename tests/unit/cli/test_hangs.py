@@ -138,7 +138,7 @@ def test_markup_and_control_codes_in_names_are_shown_as_text(server: Server, cap
         assert server.call(*words) == Exit.OK
         assert not set(capsys.readouterr().out) & {"\x1b", "\u202e"}
     path = tmp_path / "hang.html"
-    assert server.call(REPORT.id, "-o", str(path)) == Exit.OK
+    assert server.call(REPORT.id, "--html", str(path)) == Exit.OK
     text = path.read_text()
     found = _Tags(text)
     assert not found.tags & {"script", "img", "a", "iframe"} and not found.attributes & {"src", "onload", "href"}
@@ -148,8 +148,9 @@ def test_markup_and_control_codes_in_names_are_shown_as_text(server: Server, cap
 def test_the_page_has_everything(server: Server, tmp_path: Path, capsys: Output) -> None:
     server.store.keep(REPORT)
     path = tmp_path / "hang.html"
-    assert server.call(REPORT.id, "-o", str(path)) == Exit.OK
-    assert capsys.readouterr().out == f"wrote {path}\n"
+    assert server.call(REPORT.id, "--html", str(path)) == Exit.OK
+    out, err = capsys.readouterr()
+    assert err == f"wrote {path}\n" and REPORT.headline in out
     text = path.read_text()
     for part in (REPORT.headline, "never entered", "save_checkpoint (/app/ckpt.py:51)", "frame 19", "no answer within"):
         assert part in text
@@ -159,9 +160,9 @@ def test_errors_name_the_next_step(server: Server, tmp_path: Path, capsys: Outpu
     server.store.keep(REPORT)
     for words, status, text in (
         (("h-20260301-101500-000000",), Exit.NOT_FOUND, "`rankscope hangs` lists them"),
-        (("-o", "x.html"), Exit.USAGE, "-o needs the ID"),
+        (("--html", "x.html"), Exit.USAGE, "--html needs the ID"),
         ((REPORT.id, "--run", "llama"), Exit.USAGE, "leave --run out"),
-        ((REPORT.id, "-o", str(tmp_path / "no" / "x.html")), Exit.USAGE, "name another file"),
+        ((REPORT.id, "--html", str(tmp_path / "no" / "x.html")), Exit.USAGE, "name another with --html"),
     ):
         assert server.call(*words) == status
         assert text in capsys.readouterr().err

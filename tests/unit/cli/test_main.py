@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli import main as command_line
+from rankscope.cli.exit_codes import Exit
+from rankscope.daemon.config import SETTINGS
 
 
 def run(
@@ -41,11 +45,61 @@ def test_a_missing_extra_is_named_with_its_install_command(
     assert "rankscope top needs the cli extra: pip install 'rankscope[cli]'" in capsys.readouterr().err
 
 
-def test_no_command_and_an_unknown_command_are_usage_errors() -> None:
-    for words in ((), ("frobnicate",)):
-        status, _, error = run(*words)
-        assert status == 2
-        assert "usage: rankscope" in error
+def test_an_unknown_command_is_a_usage_error() -> None:
+    status, _, error = run("frobnicate")
+    assert status == 2
+    assert "usage: rankscope" in error and "choose from 'demo', 'run', 'up'" in error
+
+
+GROUPS = ("analyze", "report", "captures", "context", "certificates")
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in GROUPS)], ids=" ".join)
+def test_a_group_without_a_command_prints_its_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(words) == Exit.OK
+    bare = capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command_line.main([*words, "--help"])
+    assert (bare.out, bare.err) == (capsys.readouterr().out, "")
+    assert bare.out.startswith(f"usage: {' '.join(('rankscope', *words))} [options] ")
+
+
+def test_help_lists_commands_by_task_the_first_steps_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main([]) == Exit.OK
+    out = capsys.readouterr().out
+    titles = [f"\n{task}:\n" for task in command_line.TASKS]
+    assert sorted(titles, key=out.index) == titles
+    shown = [line.split()[0] for line in out.splitlines() if re.match("  [a-z]", line)]
+    assert shown == [subcommand.name for subcommand in command_line.SUBCOMMANDS]
+    assert shown[:3] == ["demo", "run", "up"]
+
+
+@pytest.mark.parametrize("command", sorted(command_line.MODULES))
+def test_usage_is_one_line(command: str) -> None:
+    parser, places = command_line.make_parser()
+    importlib.import_module(command_line.MODULES[command]).add_arguments(places[command])
+    assert places[command].format_usage().count("\n") == 1
+    assert parser.format_usage() == "usage: rankscope [options] COMMAND ...\n"
+
+
+@pytest.mark.parametrize("command", ["daemon", "up", "doctor"])
+def test_settings_come_last_by_groups(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: rankscope {command} [options] [settings]\n")
+    own, settings = out.split("\nsettings of the daemon (docs/configuration.md):\n")
+    assert "  --config FILE " in own
+    titles = [f"\n{group}:\n" for group in dict.fromkeys(setting.group for setting in SETTINGS)]
+    assert sorted(titles, key=settings.index) == titles
+    assert not re.search(r"^  --[a-z-]+ \[?(?:TEXT|NUMBER)\b", out, re.MULTILINE)
+    assert "--log-level debug|info|warning|error" in settings
+
+
+def test_a_reader_of_help_may_leave() -> None:
+    command = f"{shlex.quote(sys.executable)} -m rankscope.cli.main up --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=180)
+    assert (done.stdout, done.stderr) == ("usage: rankscope up [options] [settings]\n", "")
 
 
 def test_a_bad_setting_ends_with_status_2_and_one_line(tmp_path: Path) -> None:

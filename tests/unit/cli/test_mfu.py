@@ -40,7 +40,7 @@ def test_palms_own_number(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_step_says_the_same_as_its_tokens_per_second(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = f"--config {config} --sequence 8192 --gpus 64 --gpu H100"
+    common = f"--model-config {config} --sequence 8192 --gpus 64 --gpu H100"
     by_step = answer(f"{common} --step-seconds 4 --tokens-per-step 1048576", capsys)
     by_speed = answer(f"{common} --tokens-per-second 262144", capsys)
     assert by_step == by_speed
@@ -71,12 +71,12 @@ def test_an_impossible_mfu_is_printed_with_a_warning(capsys: pytest.CaptureFixtu
 
 
 def test_memory_is_told_per_gpu_and_part(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    read = answer(f"--config {config} --sequence 4096 --memory --dp 8 --zero 3 --recompute full", capsys)
+    read = answer(f"--model-config {config} --sequence 4096 --memory --dp 8 --zero 3 --recompute full", capsys)
     memory = read["memory"]
     assert isinstance(memory, dict)
     assert memory["per_gpu"]["parameter_bytes"] == 8_030_261_248 * 2 / 8
     assert memory["per_gpu"]["optimizer_bytes"] == 8_030_261_248 * 12 / 8
-    assert main(["mfu", "--config", str(config), "--sequence", "4096", "--memory", "--pp", "4"]) == 0
+    assert main(["mfu", "--model-config", str(config), "--sequence", "4096", "--memory", "--pp", "4"]) == 0
     assert "stage 0, the fullest" in capsys.readouterr().out
 
 
@@ -139,17 +139,17 @@ SHAPE = "--params 8B --layers 32 --width 4096 --sequence 8192"
         (f"{SHAPE} --tokens-per-second 5 --gpu A100 --dtype fp8", "A100 has no published dense fp8 peak"),
         (f"{SHAPE} --tokens-per-second 5 --gpu A100 --gpus 0", "--gpus: '0'"),
         (f"{SHAPE} --step-seconds 5 --gpu A100", "--step-seconds: needs --tokens-per-step"),
-        (f"{SHAPE} --memory", "--memory: needs --config"),
+        (f"{SHAPE} --memory", "--memory: needs --model-config"),
         ("--flops-per-token 3 --recompute selective", "--recompute selective"),
-        ("--config {config} --tokens-per-second 5 --gpu A100", "--sequence: missing"),
-        ("--config {config} --sequence 4096 --memory --pp 33", "33 stages for 32 layers"),
-        ("--config {config} --sequence 4096 --memory --zero 1", "--zero: shards over --dp"),
-        ("--config {folder}", "Is a directory"),
-        ("--config {folder}/none.json", "No such file"),
-        ("--config {folder}/binary", "not JSON"),
-        ("--config {folder}/empty", "not JSON"),
-        ("--config {folder}/deep", "not JSON"),
-        ("--config {folder}/list", "not a JSON object"),
+        ("--model-config {config} --tokens-per-second 5 --gpu A100", "--sequence: missing"),
+        ("--model-config {config} --sequence 4096 --memory --pp 33", "33 stages for 32 layers"),
+        ("--model-config {config} --sequence 4096 --memory --zero 1", "--zero: shards over --dp"),
+        ("--model-config {folder}", "Is a directory"),
+        ("--model-config {folder}/none.json", "No such file"),
+        ("--model-config {folder}/binary", "not JSON"),
+        ("--model-config {folder}/empty", "not JSON"),
+        ("--model-config {folder}/deep", "not JSON"),
+        ("--model-config {folder}/list", "not a JSON object"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -100,7 +100,9 @@ def test_what_does_not_replay_is_not_predicted(capsys: pytest.CaptureFixture[str
 def test_the_list_names_every_change(capsys: pytest.CaptureFixture[str]) -> None:
     out = answer(capsys, "--list")
     assert all(f"{change.name} " in out and change.remedy in out for change in CHANGES)
-    assert [one["name"] for one in json.loads(answer(capsys, "--list", "--json"))] == [one.name for one in CHANGES]
+    assert [one["name"] for one in json.loads(answer(capsys, "--list", "--json"))["changes"]] == [
+        one.name for one in CHANGES
+    ]
 
 
 def test_every_key_and_change_is_documented(capsys: pytest.CaptureFixture[str]) -> None:

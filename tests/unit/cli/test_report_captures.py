@@ -139,7 +139,7 @@ def test_text_of_a_trace_cannot_control_the_terminal(tmp_path: Path, capfd: pyte
     ("words", "said"),
     [
         ((), "next step: rankscope report captures DIR"),
-        (("nowhere",), "there is no such file or directory"),
+        (("nowhere",), "cannot be read: No such file or directory"),
         (("captures", "--shard", "0"), "--shards N"),
         (("captures", "--parts", "parts"), "--shards N --shard I"),
         (("captures", "--shards", "2", "--shard", "2", "--parts", "parts"), "--shard 1"),
@@ -147,7 +147,7 @@ def test_text_of_a_trace_cannot_control_the_terminal(tmp_path: Path, capfd: pyte
         (("captures", "--shards", "0", "--shard", "0", "--parts", "parts"), "next step: --shards 4"),
         (("captures", "--shards", "2", "--shard", "0"), "next step: --parts DIR"),
         (("--parts", "parts"), "run the workers"),
-        (("captures", "--output", "nowhere/report.json"), "next step: name another file"),
+        (("captures", "--output", "nowhere/report.json"), "next step: name another with -o"),
     ],
 )
 def test_an_error_says_the_next_step(

@@ -168,7 +168,7 @@ def test_pages_that_fail_are_asked_again_in_halves_and_named(capsys: pytest.Capt
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with server(of_a_run) as url:
         assert asked(url, "--html", str(tmp_path / "none" / "fleet.html")) == Exit.USAGE
-    assert "name another file with --html" in capsys.readouterr().err
+    assert "name another with --html" in capsys.readouterr().err
 
 
 WITHOUT_RICH = "import sys; sys.modules['rich'] = None; from rankscope.cli.main import main; sys.exit(main())"

@@ -119,7 +119,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     assert loaded.traces == ()
     assert reasons(loaded) == {
         "bare": "this directory holds no *.json or *.json.gz",
-        "gone.json": "there is no such file or directory",
+        "gone.json": "cannot be read: No such file or directory",
         "rank*.json": "no file matches",
         "nothing.json": "it holds no event with a duration: nothing was recorded",
     }

@@ -181,7 +181,7 @@ def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) ->
     if not rows:
         raise UnreadableError("contains no measurements; nccl-tests print one row per size")
     if members < 0:
-        raise UnreadableError("does not contain the number of ranks; give --ranks N")
+        raise UnreadableError("does not contain the number of ranks; give --group-size N")
     kind = _nccl_kind(lines, name, op, factors, members)
     count = len(rows)
     return Observations(

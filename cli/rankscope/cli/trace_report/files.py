@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import TypeVar
 
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.exit_codes import CommandError, cannot_read
 from rankscope.cli.messages import overwrite, to_stderr
 
 # Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
@@ -41,6 +43,16 @@ _MOST_PROCESSES = 8
 
 Made = TypeVar("Made")
 Progress = Callable[[int, int], None]  # files done, files
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Millions of records are created without reference cycles: garbage collection would only cost time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -84,16 +96,23 @@ def load_traces(
 def load_ranks(paths: Sequence[str | Path]) -> dict[int, LoadedTrace]:
     """By rank; one trace that names none is rank 0. Broken files are named. Raises CommandError."""
     loaded = load_traces(paths, progress=show_progress)
+    if not loaded.traces:
+        raise nothing_read(loaded.broken)
     for one in loaded.broken:
         to_stderr(f"warning: {one.path}: {one.reason}")
-    if not loaded.traces:
-        raise CommandError("no trace could be read; next step: name files that torch.profiler wrote")
     known = {one.trace.rank: one for one in loaded.traces if one.trace.rank is not None}
     if known:
         return known
     if len(loaded.traces) > 1:
         raise CommandError("the traces name no ranks; next step: name one of them, or files as rank-0.json.gz")
     return {0: loaded.traces[0]}
+
+
+def nothing_read(broken: Sequence[BrokenFile]) -> CommandError:
+    first = f"{broken[0].path}: {broken[0].reason}"
+    if len(broken) > 1:
+        first = f"none of {len(broken)} files could be read; the first, {first}"
+    return CommandError(f"{first}; next step: name files that torch.profiler wrote (.json or .json.gz)")
 
 
 def _load(path: Path, salvage: bool) -> Trace | str:
@@ -157,55 +176,64 @@ def _assign_ranks(stated: Mapping[Path, int | None], broken: list[BrokenFile]) -
     return ranks
 
 
-def find_files(paths: Sequence[str | Path]) -> tuple[list[Path], list[BrokenFile]]:
-    """Each file once, in order; and requested files that do not exist."""
+def is_trace_name(name: str) -> bool:
+    return name.endswith(_SUFFIXES) and name != _CAPTURE_SUMMARY
+
+
+def find_files(
+    paths: Sequence[str | Path],
+    is_wanted: Callable[[str], object] = is_trace_name,
+    nothing: str = "this directory holds no *.json or *.json.gz",
+) -> tuple[list[Path], list[BrokenFile]]:
+    """Files, those below directories whose names are wanted, and those that globs match: each once, in order; and what
+    cannot be read. `nothing` is the reason for a directory without any."""
     files: dict[Path, Path] = {}
     broken: list[BrokenFile] = []
     for asked in paths:
-        for path in _expand(asked, broken):
+        for path in _expand(asked, partial(_below, is_wanted=is_wanted, nothing=nothing, broken=broken), broken):
             files.setdefault(path.resolve(), path)
     return list(files.values()), broken
 
 
-def _expand(asked: str | Path, broken: list[BrokenFile]) -> list[Path]:
+def _expand(asked: str | Path, below: Callable[[Path], list[Path]], broken: list[BrokenFile]) -> list[Path]:
     path = Path(asked)
     try:
         if path.is_dir():
-            return _below(path, broken)
+            return below(path)
         path.stat()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         if glob.has_magic(str(asked)):
             found = [Path(each) for each in sorted(glob.glob(str(asked), recursive=True))]  # noqa: PTH207 (absolute too)
             files = _regular([each for each in found if not each.is_dir()], broken)
-            inside = [*files, *(below for each in found if each.is_dir() for below in _below(each, broken))]
+            inside = [*files, *(file for each in found if each.is_dir() for file in below(each))]
             if not found:
                 broken.append(BrokenFile(path, "no file matches"))
             return inside
-        broken.append(BrokenFile(path, "there is no such file or directory"))
+        broken.append(BrokenFile(path, cannot_read(error)))
         return []
     except (OSError, ValueError) as error:
-        broken.append(BrokenFile(path, _os_reason(error)))
+        broken.append(BrokenFile(path, cannot_read(error)))
         return []
     return [path]
 
 
-def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
+def _below(folder: Path, is_wanted: Callable[[str], object], nothing: str, broken: list[BrokenFile]) -> list[Path]:
     problems: list[BrokenFile] = []
 
     def note(error: OSError) -> None:
-        problems.append(BrokenFile(Path(error.filename or folder), _os_reason(error)))
+        problems.append(BrokenFile(Path(error.filename or folder), cannot_read(error)))
 
     named = [
         Path(place) / name
         for place, _, names in os.walk(folder, onerror=note)
         for name in names
-        if name.endswith(_SUFFIXES) and not name.startswith(".") and name != _CAPTURE_SUMMARY
+        if is_wanted(name) and not name.startswith(".")
     ]
-    found = _regular(named, problems)
+    found = _regular(sorted(named), problems)
     broken += problems
     if not found and not problems:
-        broken.append(BrokenFile(folder, "this directory holds no *.json or *.json.gz"))
-    return sorted(found)
+        broken.append(BrokenFile(folder, nothing))
+    return found
 
 
 def _regular(paths: list[Path], broken: list[BrokenFile]) -> list[Path]:
@@ -218,7 +246,7 @@ def _regular(paths: list[Path], broken: list[BrokenFile]) -> list[Path]:
             else:
                 broken.append(BrokenFile(path, "it is not a regular file"))
         except OSError as error:
-            broken.append(BrokenFile(path, _os_reason(error)))
+            broken.append(BrokenFile(path, cannot_read(error)))
     return found
 
 
@@ -230,7 +258,7 @@ def read_file(path: Path, salvage: bool) -> Trace | str:
     except TraceError as error:
         return str(error)
     except OSError as error:
-        return _os_reason(error)
+        return cannot_read(error)
     except MemoryError:
         return "there is not enough memory to read it"
 
@@ -286,10 +314,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _os_reason(error: OSError | ValueError) -> str:
-    if isinstance(error, PermissionError):
-        return "permission denied; run as a user who may read it, or change its mode"
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"cannot be read: {words[:1].lower()}{words[1:]}"

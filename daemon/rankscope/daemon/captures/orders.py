@@ -99,6 +99,14 @@ class CaptureError(Exception):
     """Why a rank delivers nothing: the subject, the reason and the next step, for the user."""
 
 
+class BadRequestError(CaptureError):
+    """The caller has to ask for something else."""
+
+
+class UnknownError(CaptureError):
+    """There is no such run, or the run has no such rank."""
+
+
 class CancelledError(CaptureError):
     pass
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
+from rankscope.common.rank_selection import SUSPECTS, ChoiceError, Suspected, UnknownRankError
 from rankscope.common.rank_selection import choose_ranks as chosen
 from rankscope.common.text import printable
 from rankscope.daemon import procfs
@@ -20,8 +20,10 @@ from rankscope.daemon.captures.orders import (
     STEPS_LIMIT,
     WAIT_STEPS_LIMIT,
     WARMUP_STEPS_LIMIT,
+    BadRequestError,
     CaptureError,
     Options,
+    UnknownError,
 )
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -30,6 +32,7 @@ START_AHEAD_LIMIT_SECONDS = 600.0
 # It becomes the name of a directory.
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 NAME_CHARACTERS = 200
+RUNS_NAMED = 8
 TEXT_CHARACTERS = 512
 SuspectsOf = Callable[[str], Suspected | None]
 
@@ -39,7 +42,7 @@ def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
     if not request.id:
         return f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_unix_seconds))}-{secrets.token_hex(3)}"
     if _ID.fullmatch(request.id) is None:
-        raise CaptureError(f"id {request.id[:64]!r}: up to 63 lower-case letters, digits and dashes")
+        raise BadRequestError(f"id {request.id[:64]!r}: up to 63 lower-case letters, digits and dashes")
     return request.id
 
 
@@ -47,13 +50,13 @@ def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None
     """Steps or seconds; one of them is None."""
     which = request.WhichOneof("length")
     if which is None:
-        raise CaptureError("say how long: --steps N or --seconds S")
+        raise BadRequestError("say how long: --steps N or --seconds S")
     if which == "steps":
         if not 1 <= request.steps <= STEPS_LIMIT:
-            raise CaptureError(f"{request.steps} steps: a capture takes 1 to {STEPS_LIMIT}")
+            raise BadRequestError(f"{request.steps} steps: a capture takes 1 to {STEPS_LIMIT}")
         return request.steps, None
     if not 0.05 <= request.seconds <= SECONDS_LIMIT:  # also refuses NaN
-        raise CaptureError(f"{request.seconds:g} seconds: a capture takes 0.05 to {SECONDS_LIMIT:g}")
+        raise BadRequestError(f"{request.seconds:g} seconds: a capture takes 0.05 to {SECONDS_LIMIT:g}")
     return None, request.seconds
 
 
@@ -61,7 +64,9 @@ def patience_of(request: pb.StartCaptureRequest) -> float:
     if not request.HasField("patience_seconds"):
         return DEFAULT_PATIENCE_SECONDS
     if not 0 <= request.patience_seconds <= PATIENCE_LIMIT_SECONDS:
-        raise CaptureError(f"a patience of {request.patience_seconds:g} s: 0 to {PATIENCE_LIMIT_SECONDS:g} can be had")
+        raise BadRequestError(
+            f"a patience of {request.patience_seconds:g} s: 0 to {PATIENCE_LIMIT_SECONDS:g} can be had"
+        )
     return request.patience_seconds
 
 
@@ -72,7 +77,7 @@ def start_of(request: pb.StartCaptureRequest, earliest_unix_seconds: float) -> f
     asked = request.start_unix_millis / 1000
     if not earliest_unix_seconds - 0.5 <= asked <= earliest_unix_seconds + START_AHEAD_LIMIT_SECONDS:
         ahead = asked - earliest_unix_seconds
-        raise CaptureError(
+        raise BadRequestError(
             f"a start {abs(ahead):.1f} s {'after' if ahead > 0 else 'before'} the earliest these ranks can do; it may "
             f"be up to {START_AHEAD_LIMIT_SECONDS:g} s after; are the clocks of the nodes right?"
         )
@@ -88,11 +93,11 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
         (options.repeat, REPEAT_LIMIT, "windows"),
     ):
         if asked > limit:
-            raise CaptureError(f"{asked} {what}: {limit} at most")
+            raise BadRequestError(f"{asked} {what}: {limit} at most")
     repeat = max(1, options.repeat)
     # The process keeps all windows in memory until the last one ends.
     if repeat * request.steps > STEPS_LIMIT or repeat * request.seconds > SECONDS_LIMIT:
-        raise CaptureError(
+        raise BadRequestError(
             f"{repeat} windows of that length: a capture takes {STEPS_LIMIT} steps or {SECONDS_LIMIT:g} s in all"
         )
     return Options(
@@ -113,23 +118,22 @@ def kept_text(text: str) -> str:
     return printable(text, TEXT_CHARACTERS).strip()
 
 
-# Which job and ranks a request is for.
+# Which run and ranks a request is for.
 
 
-def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) -> str:
-    """The requested job; may be omitted if there is only one. A remote caller may not be entitled to see the other
-    jobs of the node: `names_others` False keeps their names out of the error."""
-    if wanted:
-        if wanted not in jobs:
-            known = f"there is: {', '.join(sorted(jobs)) or 'none'}" if names_others else "it may have ended"
-            raise CaptureError(f"no job {wanted[:NAME_CHARACTERS]!r} on this node; {known}")
-        return wanted
-    if not jobs:
-        raise CaptureError("no training job on this node; is it running? `rankscope top` shows what is seen")
-    if len(jobs) > 1:
-        known = f": {', '.join(sorted(jobs))}" if names_others else ""
-        raise CaptureError(f"several jobs run on this node; name one with --run{known}")
-    return next(iter(jobs))
+def choose_run(wanted: str, runs: Collection[str], names_others: bool = True) -> str:
+    """The requested run; may be omitted if there is only one. A remote caller may not be entitled to see the other
+    runs of the node: `names_others` False keeps their names out of the error."""
+    seen = sorted(runs)
+    known = ", ".join(seen[:RUNS_NAMED]) + (f" and {len(seen) - RUNS_NAMED} more" if len(seen) > RUNS_NAMED else "")
+    if not seen and not wanted:
+        raise UnknownError("no run is seen now; `rankscope top` shows what is")
+    if wanted and wanted not in runs:
+        shown = f"there is {known}" if seen and names_others else "`rankscope top` shows what is"
+        raise UnknownError(f"no run {wanted[:NAME_CHARACTERS]!r} is seen now; {shown}")
+    if not wanted and len(seen) > 1:
+        raise BadRequestError(f"several runs are seen{f': {known}' if names_others else ''}; name one with --run")
+    return wanted or seen[0]
 
 
 def choose_processes(
@@ -138,7 +142,7 @@ def choose_processes(
     """The job's ranks on this node, by number. With `pods`, they are found by their pods: a rank may have moved since
     the caller looked, and the operator may know the job's name before the daemon does."""
     if not request.pods:
-        job = choose_job(request.job, {rank.job for rank in ranks}, names_others)
+        job = choose_run(request.job, {rank.job for rank in ranks}, names_others)
         return {rank.rank: rank for rank in ranks if rank.job == job}
     here = {rank.rank: rank for rank in ranks if _is_asked_for(rank, request)}
     if not here:
@@ -154,11 +158,14 @@ def _is_asked_for(rank: RankProcess, request: pb.StartCaptureRequest) -> bool:
 
 def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, suspects_of: SuspectsOf) -> list[int]:
     """Rank numbers, sorted. They need not be on this node; the caller checks that."""
-    suspected = suspects_of(job) if text.strip() in (STRAGGLER, STRAGGLER_AND_PEER) else None
+    suspected = suspects_of(job) if text.strip() in SUSPECTS else None
     try:
         return chosen(text, here, world_size, suspected)
+    except UnknownRankError as error:
+        raise UnknownError(f"run {job!r}: {error}") from error
     except ChoiceError as error:
-        raise CaptureError(f"job {job!r}: {error}") from error
+        kind = CaptureError if text.strip() in SUSPECTS else BadRequestError
+        raise kind(f"run {job!r}: {error}") from error
 
 
 # CUPTI stays attached after a capture and costs a launch-bound job 19–31 % for the rest of its life, unless the process

@@ -18,7 +18,7 @@ from rankscope.daemon.captures.duty_cycle import DutyCaptures, DutyCycle, DutySe
 from rankscope.daemon.captures.kineto.backend import KinetoBackend
 from rankscope.daemon.captures.kineto.endpoint import Endpoint
 from rankscope.daemon.captures.kineto.sockets import network_namespace
-from rankscope.daemon.captures.orders import Backend, CaptureError, tenant_of
+from rankscope.daemon.captures.orders import Backend, BadRequestError, CaptureError, UnknownError, tenant_of
 from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import FINAL, CaptureAudit
@@ -84,6 +84,9 @@ class Downloads:
                     self._running.remove(download)
 
 
+_CODES = {BadRequestError: grpc.StatusCode.INVALID_ARGUMENT, UnknownError: grpc.StatusCode.NOT_FOUND}
+
+
 class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     def __init__(self, runner: CaptureRunner, store: Store) -> None:
         self._runner = runner
@@ -98,7 +101,7 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
             capture_id = self._runner.start(request, requested_by=context.peer())
         except CaptureError as error:
             self._runner.audit.refused(context.peer(), request, str(error))
-            abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            abort(context, _CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), str(error))
         for capture in self._runner.records.follow(capture_id, context.is_active):
             yield pb.StartCaptureResponse(capture=capture)
 

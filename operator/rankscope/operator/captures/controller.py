@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
-from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, choose_ranks
+from rankscope.common.rank_selection import SUSPECTS, ChoiceError, choose_ranks
 from rankscope.common.run_names import run_name
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls, Target
@@ -76,7 +76,7 @@ def plan(spec: CaptureSpec, run: str, state: JobState | None, ranks_limit: int) 
     try:
         chosen = choose_ranks(spec.ranks, identities.keys(), state.world_size, suspects(state))
     except ChoiceError as error:
-        is_about_suspects = spec.ranks in (STRAGGLER, STRAGGLER_AND_PEER)
+        is_about_suspects = spec.ranks in SUSPECTS
         raise PlanError("NoStraggler" if is_about_suspects else "BadRanks", str(error)) from error
     if len(chosen) > ranks_limit:
         raise PlanError("TooManyRanks", f"{len(chosen)} ranks at once; at most {ranks_limit}: name some of them")

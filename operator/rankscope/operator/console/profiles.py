@@ -20,7 +20,7 @@ from rankscope.analysis.profiles.frames import Frame
 from rankscope.analysis.profiles.pprof import PprofError, read_pprof
 from rankscope.analysis.profiles.profile import Profile
 from rankscope.analysis.quantities import quantity
-from rankscope.common.rank_selection import RANKS_MOST, TEXT_LIMIT, ChoiceError, choose_ranks
+from rankscope.common.rank_selection import TEXT_LIMIT, ChoiceError, numbered_ranks
 from rankscope.common.text import printable
 from rankscope.operator.console.answers import TEXT_CHARACTERS
 from rankscope.operator.console.endpoints import (
@@ -78,7 +78,7 @@ class ExcessAnswer(msgspec.Struct):
 def flame(api: Served, request: Request, query: FlameQuery) -> Response:
     """A page for a frame or a tab of its own: sandboxed, so that it has no access to the console's origin."""
     try:
-        ranks = [] if query.ranks == "all" else choose_ranks(query.ranks, (), RANKS_MOST, None)
+        ranks = numbered_ranks(query.ranks)
     except ChoiceError as error:
         raise ProblemError(400, str(error), "name ranks as in 0,3-5") from error
     if query.against and not ranks:

@@ -85,7 +85,7 @@ def test_a_refused_request_is_recorded_with_the_reason(tmp_path: Path, audited: 
         next(CaptureServicer(conducted, Store(tmp_path / "s")).StartCapture(request, cast(Any, _Context())))
     (record,) = audited()
     assert (record["event"], record["job"], record["ranks"], record["reason"]) == ("refused", "bert", "0", "why")
-    assert "no job 'bert'" in record["message"] and "seconds" not in record
+    assert "no run 'bert'" in record["message"] and "seconds" not in record
 
 
 def test_a_capture_ended_by_a_restart_has_its_last_record(tmp_path: Path, audited: Records) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from rankscope.common.rank_selection import Suspected, rank_ranges
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.request import choose_job, choose_ranks
+from rankscope.daemon.captures.request import choose_ranks, choose_run
 
 SLOW = Suspected((2,), (3, 0), "rank 2 is slow")
 
@@ -30,7 +30,7 @@ def test_ranks_are_chosen_by_words_numbers_and_ranges(text: str, ranks: list[int
     ("text", "words"),
     [
         ("8", "the job has ranks 0 to 7"),
-        ("3-1", "the job has ranks 0 to 7"),
+        ("3-1", "as in 1-3"),
         ("0-99999999999", "numbers and ranges"),
         ("1;rm -rf", "numbers and ranges"),
         ("-1", "numbers and ranges"),
@@ -43,7 +43,7 @@ def test_what_is_no_rank_is_refused_with_what_is_one(text: str, words: str) -> N
 
 
 def test_a_straggler_can_only_be_captured_while_there_is_one() -> None:
-    with pytest.raises(CaptureError, match="job 'job': no rank is slow now: all is well; name ranks"):
+    with pytest.raises(CaptureError, match="run 'job': no rank is slow now: all is well; name ranks"):
         choose_ranks("straggler", "job", [0, 1], 2, lambda job: Suspected((), (), "all is well"))
 
 
@@ -53,27 +53,27 @@ def test_a_straggler_without_a_healthy_peer_is_refused() -> None:
 
 
 def test_the_job_may_be_left_out_where_there_is_one() -> None:
-    assert choose_job("", {"only"}) == "only"
-    assert choose_job("b", {"a", "b"}) == "b"
+    assert choose_run("", {"only"}) == "only"
+    assert choose_run("b", {"a", "b"}) == "b"
 
 
 @pytest.mark.parametrize(
     ("wanted", "jobs", "words"),
     [
-        ("", set(), "no training job on this node"),
-        ("", {"a", "b"}, "several jobs.*--run: a, b"),
-        ("c", {"a"}, "no job 'c'.*there is: a"),
+        ("", set(), "no run is seen now; `rankscope top` shows"),
+        ("", {"a", "b"}, "several runs are seen: a, b; name one with --run"),
+        ("c", {"a"}, "no run 'c' is seen now; there is a"),
     ],
 )
 def test_a_job_that_is_not_clear_is_asked_for(wanted: str, jobs: set[str], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
-        choose_job(wanted, jobs)
+        choose_run(wanted, jobs)
 
 
 @pytest.mark.parametrize("wanted", ["", "c", "c" * 60_000])
 def test_a_remote_caller_never_sees_other_jobs_names(wanted: str) -> None:
     with pytest.raises(CaptureError) as raised:
-        choose_job(wanted, {"secret-a", "secret-b"}, names_others=False)
+        choose_run(wanted, {"secret-a", "secret-b"}, names_others=False)
     assert "secret" not in str(raised.value)
     assert len(str(raised.value)) < 300
 
