@@ -107,4 +107,4 @@ audit: setup  ## hold the images' locks against known vulnerabilities; needs a n
 	@$(BIN)/python -m tools.audit_dependencies
 
 clean:  ## remove the virtual environment and caches
-	rm -rf console/node_modules .venv .venv-frameworks .venv-hta .venv-release .image-wheels dist .prometheus .slurm .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf console/node_modules .venv .venv-frameworks .venv-hta .old-protobuf .venv-release .image-wheels dist .prometheus .slurm .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -96,7 +96,7 @@ ACCEPTANCE: Lane = (
     Suite("alerts", ("tests/alerts",)),
     Suite("fleet", ("tests/fleet",)),
     Suite("operator", ("tests/kube",), ("kube",)),
-    Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py"), ("hta",)),
+    Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py"), ("hta", "old_protobuf")),
     Suite("images", ("tests/images",), ("images",)),
     Suite("parsers", ("tests/unit", "tests/fuzz")),
     Suite("soak", ("tests/soak",)),

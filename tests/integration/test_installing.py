@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -12,15 +13,22 @@ from pathlib import Path
 import pytest
 
 from tests.images.project_reading import ROOT, version
+from tests.support.waiting import wait_until
+from tests.unit.test_extras import installed as with_requirements
 
 LIMIT_SECONDS = 280
 # What may lie in a checkout and must not leave it.
 JUNK = ("__pycache__", ".git/", ".venv", "dist/", ".env", ".key", ".pem", "gpu-wheels", "tests/", ".egg-info")
 
 
-def run(command: list[str], folder: Path, statuses: tuple[int, ...] = (0,)) -> str:
-    """Without this environment's variables: no PYTHONPATH, no activated environment, no RANKSCOPE_*."""
-    environment = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(folder)}
+def clean_environment(home: Path, activated: Path | None = None) -> dict[str, str]:
+    """Without this environment's variables: no PYTHONPATH, no activated environment but the given, no RANKSCOPE_*."""
+    path = "/usr/bin:/bin:/usr/sbin:/sbin"
+    return {"PATH": f"{activated}:{path}" if activated else path, "HOME": str(home)}
+
+
+def run(command: list[str], folder: Path, statuses: tuple[int, ...] = (0,), activated: Path | None = None) -> str:
+    environment = clean_environment(folder, activated)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode in statuses, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -75,6 +83,65 @@ def test_the_command_works_outside_the_checkout(installed: Path, tmp_path: Path)
     levels = {finding["check"]: finding["level"] for finding in report["findings"]}
     assert levels["packages"] == levels["py-spy"] == "ok", report
     assert "--webhook-listen" in run([str(installed / "rankscope"), "operator", "--help"], tmp_path)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """The folder of the commands of another environment, which has nothing of ours."""
+    run([sys.executable, "-m", "venv", "--without-pip", "training"], tmp_path)
+    return tmp_path / "training" / "bin"
+
+
+def test_a_command_of_another_environment_gets_only_the_probe(installed: Path, training: Path, tmp_path: Path) -> None:
+    """`rankscope` may need packages that a training environment must not have, so it has an environment of its own."""
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import importlib.util, json, sys\n"
+        "ours = sorted(name for name in sys.modules if name.startswith('rankscope.'))\n"
+        "found = [name for name in ('google', 'grpc', 'numpy', 'rich') if importlib.util.find_spec(name)]\n"
+        "print(json.dumps([sys.prefix, ours, found]))\n"
+    )
+    printed = run([str(installed / "rankscope"), "run", "--", "python", str(job)], tmp_path, activated=training)
+    prefix, ours, found = json.loads(printed)
+    assert prefix == str(training.parent)
+    assert "rankscope.probe.bootstrap" in ours and all(name.startswith("rankscope.probe") for name in ours), ours
+    assert found == []
+
+
+@pytest.mark.acceptance
+def test_a_job_beside_an_old_protobuf_gets_its_verdict(installed: Path, training: Path, tmp_path: Path) -> None:
+    made = subprocess.run([ROOT / "tools" / "setup_old_protobuf.sh"], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    (packages,) = training.parent.glob("lib/python3.*/site-packages")
+    for name in with_requirements({"torch"}):
+        for top in {Path(file).parts[0] for file in importlib.metadata.files(name) or ()} - {"..", "__pycache__"}:
+            (packages / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
+    (packages / "old_protobuf.pth").write_text(f"{ROOT / '.old-protobuf'}\n")
+    slow_rank, job = ROOT / "tests" / "integration" / "jobs" / "slow_rank.py", tmp_path / "job.py"
+    job.write_text(
+        slow_rank.read_text() + "    import google.protobuf\n\n    print('protobuf', google.protobuf.__version__)\n"
+    )
+    end, told = tmp_path / "end", tmp_path / "told"
+    torchrun = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", str(job), str(end)]
+    with told.open("w") as stderr:
+        running = subprocess.Popen(
+            [str(installed / "rankscope"), "run", "--", *torchrun],
+            cwd=tmp_path,
+            env=clean_environment(tmp_path, training),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        wait_until(lambda: "rank 1 is slow because of job.py:" in told.read_text(), told.read_text)
+        end.touch()
+        printed, _ = running.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        end.touch()  # the job outlives what is killed here
+        running.kill()
+        running.wait()
+    assert running.returncode == 0, told.read_text()
+    assert printed.splitlines() == ["trained", "protobuf 3.20.3", "protobuf 3.20.3"]
 
 
 @pytest.mark.acceptance

@@ -129,6 +129,60 @@ def test_every_relative_link_leads_somewhere(path: Path) -> None:
             assert anchor in anchors, target
 
 
+def package_tables() -> Iterator[tuple[Path, list[str]]]:
+    """Of architecture.md: a package's folder, and the modules that its row names."""
+    parts = re.findall(r"^### (\w+).*?\n(.*?)(?=^#)", document("architecture.md"), re.MULTILINE | re.DOTALL)
+    for part, section in parts:
+        root = next(ROOT.glob(f"*/rankscope/{part}"))
+        if part == "probe":
+            yield root, re.findall(r"`(\w+)`", section)
+        for cells in (cells for cells in rows(section) if cells[0].startswith("`")):
+            packages = re.findall(r"`(\w+)`", cells[0])
+            yield root, packages
+            if len(packages) == 1 and (root / packages[0]).is_dir():
+                yield root / packages[0], re.findall(r"`(\w+)`", cells[1])
+
+
+def test_the_map_of_the_source_tree_names_modules_that_exist() -> None:
+    found = list(package_tables())
+    assert len(found) > 40
+    for folder, names in found:
+        missing = [name for name in names if not (folder / name).is_dir() and not (folder / f"{name}.py").is_file()]
+        assert not missing, f"docs/architecture.md: {folder.relative_to(ROOT)} has no {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"], ids=lambda path: path.name)
+def test_paths_and_names_in_the_maps_for_developers_exist(path: Path) -> None:
+    folders = ("analysis", "daemon", "operator", "cli", "tests", "tools", "benchmarks", "proto", "rules", "deploy")
+    endings = (".py", ".sh", ".proto", ".md", ".yaml", ".js", ".c", ".json")
+    files = [
+        *ROOT.glob("*"),
+        *(ROOT / "docs").rglob("*"),
+        *(each for root in folders for each in (ROOT / root).rglob("*")),
+    ]
+    paths = {f"/{each.relative_to(ROOT)}" for each in files}
+    words = {word for each in files if each.suffix in endings for word in re.findall(r"\w+", each.read_text())}
+    prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    quoted = set(re.findall(r"`([^`\n]+)`", prose))
+    assert len(quoted) > 50
+    for text in quoted:
+        if re.fullmatch(r"[\w.…-]+(/[\w.…-]+)*/?", text) and ("/" in text or text.endswith(endings)):
+            if "NAME" in text or "FILE" in text or text.startswith(".venv"):
+                continue
+            start, _, end = text.rstrip("/").rpartition("/…/")
+            ends = (f"/{end}", f"/{end}.py")
+            assert any(each.startswith(f"/{start}" if start else "/") and each.endswith(ends) for each in paths), (
+                f"{path.name}: there is no {text}"
+            )
+        elif re.fullmatch(r"_?[A-Z]\w+(\.\w+)?", text):  # a constant, a class or its attribute
+            assert set(text.split(".")) <= words, f"{path.name}: no source has {text}"
+
+
+def test_the_index_lists_every_page() -> None:
+    pages = {each.relative_to(ROOT / "docs").as_posix() for each in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - set(re.findall(r"\]\(([\w-]+\.md)", document("index.md"))) == set()
+
+
 def test_the_readme_quotes_the_run_that_its_picture_shows() -> None:
     printed = (ROOT / "docs/images/demo.txt").read_text()
     quoted = re.search(r"```text\n(.*?)```", README, re.DOTALL)

@@ -24,9 +24,10 @@ Sample = TypeVar("Sample")
 
 
 class Collector(ABC, Generic[Sample]):
-    """One source of measurements. Only `collect` is required; add the class to COLLECTORS in sampler.py."""
+    """One source of measurements. Only `name` and `collect` are required; add the class to COLLECTORS in sampler.py,
+    and the name to RankSamples and PARTS of windows/window.py. The daemon does not start with one of them missing."""
 
-    name: str  # in metrics and problems; also the field of RankSamples that takes the samples
+    name: str  # in metrics, problems, RankSamples and PARTS
 
     @classmethod
     def from_config(cls, config: Config) -> Collector[Sample] | None:

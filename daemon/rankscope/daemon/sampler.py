@@ -22,7 +22,7 @@ from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import PodRun, Problem, RankKey, RankProcess, Span
 from rankscope.daemon.stacks.collector import StacksCollector
 from rankscope.daemon.steps.collector import StepsCollector
-from rankscope.daemon.windows.window import RankSamples
+from rankscope.daemon.windows.window import RankSamples, check_collectors
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.2
 # Of a window. Smaller steps of the wall clock are ignored: the window is that much too long or too short.
 CLOCK_TOLERANCE_RATIO = 0.1
 
-# To add a collector, add its class here and a field with its name to RankSamples.
+# To add a collector, add its class here, and its name to RankSamples and PARTS of windows/window.py.
 COLLECTORS: Final[tuple[type[Collector[Any]], ...]] = (
     *(StepsCollector, ProcessCollector, StacksCollector, GpuCollector),
     NetworkCollector,
@@ -87,6 +87,7 @@ class Sampler:
     """Asks every collector once a window. One that fails costs its own measurements and nothing else."""
 
     def __init__(self, collectors: Collectors, clock: Clock) -> None:
+        check_collectors(collector.name for collector in collectors.registered)
         self._clock = clock
         self._discovery = collectors.discovery
         self._known = Discovered(())

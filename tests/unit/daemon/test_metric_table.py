@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 
 from rankscope.common.metric_table import ANY, FULL_ONLY, LABEL_CHARACTERS, Counter, Gauge, Section
-from rankscope.daemon.sampler import COLLECTORS
-from rankscope.daemon.windows.window import RankSamples
 from tools.exported_metrics import exported_metrics
 
 Values = Mapping[str, float | None]
@@ -51,7 +48,3 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert name.startswith("rankscope_")
         assert (metric.type == "counter") == name.endswith("_total"), name
         assert metric.help.endswith("."), name
-
-
-def test_samples_of_every_collector_have_a_place() -> None:
-    assert {collector.name for collector in COLLECTORS} <= {field.name for field in fields(RankSamples)}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 import numpy as np
 from google.protobuf.message import Message
@@ -49,6 +50,8 @@ from rankscope.v1.window_pb2 import (
     StepStatistics,
 )
 
+PeakOfDevice = Callable[[str], float | None]
+
 # The GPU part of a window.
 GPU_NAME_CHARACTERS = 128
 MEASURED = (
@@ -70,7 +73,7 @@ NCCL_FACTS = tuple(NcclLog.DESCRIPTOR.fields_by_name)
 COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", "ecc_corrected_errors", "xids")
 
 
-def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str], float | None]) -> None:
+def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: PeakOfDevice) -> None:
     """Identity, usage, and the device's peak if the probe did not declare it."""
     identity = window.identity
     for name, text in (
@@ -104,7 +107,7 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str
             window.sources["peak_flops_per_second"] = SOURCE_GPU
 
 
-def add_network(window: RankWindow, sample: NodeNetwork) -> None:
+def add_network(window: RankWindow, sample: NodeNetwork, peak_of_device: PeakOfDevice) -> None:
     """Names of ports are the kernel's; NCCL's log is the rank's own, and bounded by its parser."""
     network = window.network
     for name in ("tcp_segments", "tcp_retransmits", "tcp_usual_retransmit_ratio"):
@@ -144,7 +147,7 @@ OTHER_PLUGIN = f"steps: NCCL's own times are not measured, as {nccl_plugin.OTHER
 
 @dataclass(frozen=True)
 class RankSamples:
-    """Everything that the collectors returned for one rank and one window."""
+    """Everything that the collectors returned for one rank and one window: a field for each, by its name."""
 
     steps: StepSample | None = None
     process: ProcessSample | None = None
@@ -160,7 +163,7 @@ def assemble(
     span: Span,
     sequence: int,
     samples: RankSamples,
-    peak_of_device: Callable[[str], float | None],
+    peak_of_device: PeakOfDevice,
     stall: Stall | None = None,
 ) -> RankWindow:
     window = RankWindow(
@@ -170,20 +173,9 @@ def assemble(
         end_unix_nanos=span.end_unix_nanos,
         problems=problem_texts(samples.problems),
     )
-    if samples.gpu is not None:
-        add_gpu(window, samples.gpu, peak_of_device)
-    if samples.steps is not None:
-        _add_steps(window, samples.steps)
-        _add_flops(window, samples.steps, peak_of_device)
-        _add_memory(window, samples.steps)
-    if samples.process is not None:
-        window.process.CopyFrom(_process_usage(samples.process))
-        window.sources["process"] = SOURCE_PROCESS
-    if samples.stacks is not None:
-        window.stacks.CopyFrom(stack_summary(samples.stacks))
-        window.sources["stacks"] = SOURCE_STACKS
-    if samples.network is not None:
-        add_network(window, samples.network)
+    for name, add in PARTS.items():
+        if (sample := getattr(samples, name)) is not None:
+            add(window, sample, peak_of_device)
     if stall is not None:
         window.stall.CopyFrom(stall)
         window.sources["stall"] = SOURCE_PROBE if samples.steps is not None else SOURCE_STACKS
@@ -257,7 +249,13 @@ def stack_summary(sample: StackSample) -> StackSummary:
     )
 
 
-def _add_steps(window: RankWindow, sample: StepSample) -> None:
+def _add_steps(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDevice) -> None:
+    _add_step_times(window, sample)
+    _add_flops(window, sample, peak_of_device)
+    _add_memory(window, sample)
+
+
+def _add_step_times(window: RankWindow, sample: StepSample) -> None:
     window.steps = len(sample.step_seconds)
     window.steps_total = _counter(sample.steps_total) or 0
     window.steps_lost = _counter(sample.steps_lost) or 0
@@ -347,7 +345,7 @@ def _mean(column: Column) -> float | None:
     return float(values.mean()) if values.size else None
 
 
-def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: Callable[[str], float | None]) -> None:
+def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDevice) -> None:
     facts = sample.facts
     peak = facts.peak_flops_per_second
     if peak is None and facts.device_name:
@@ -383,6 +381,16 @@ def _add_memory(window: RankWindow, sample: StepSample) -> None:
         window.sources["memory"] = SOURCE_PROBE
 
 
+def _add_process(window: RankWindow, sample: ProcessSample, peak_of_device: PeakOfDevice) -> None:
+    window.process.CopyFrom(_process_usage(sample))
+    window.sources["process"] = SOURCE_PROCESS
+
+
+def _add_stacks(window: RankWindow, sample: StackSample, peak_of_device: PeakOfDevice) -> None:
+    window.stacks.CopyFrom(stack_summary(sample))
+    window.sources["stacks"] = SOURCE_STACKS
+
+
 def _process_usage(sample: ProcessSample) -> ProcessUsage:
     return ProcessUsage(
         cpu_seconds=sample.cpu_seconds,
@@ -409,6 +417,33 @@ def _counter(value: int | None, most: int = 2**63 - 1) -> int | None:
 
 def _is_positive(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
+
+
+# What the sample of each collector adds to a window, by the collector's name. The GPU comes first: a peak that the
+# probe declares replaces that of the device.
+PARTS: Final[Mapping[str, Callable[[RankWindow, Any, PeakOfDevice], None]]] = {
+    "gpu": add_gpu,
+    "steps": _add_steps,
+    "process": _add_process,
+    "stacks": _add_stacks,
+    "network": add_network,
+}
+
+
+def check_collectors(names: Iterable[str]) -> None:
+    """Raises ValueError for a collector whose samples would be dropped."""
+    seen: set[str] = set()
+    places = {"RankSamples": {each.name for each in fields(RankSamples)}, "PARTS": set(PARTS)}
+    for name in names:
+        for place, known in places.items():
+            if name not in known:
+                raise ValueError(
+                    f"collector {name!r}: {place} has no {name!r}, so its samples would be dropped; next step: add it "
+                    f"in {__name__} (CONTRIBUTING.md, Add a collector)"
+                )
+        if name in seen:
+            raise ValueError(f"collector {name!r} is registered twice, and the second would replace the first")
+        seen.add(name)
 
 
 def window_columns(windows: Sequence[RankWindow], span: Span) -> WindowColumns:
