@@ -57,7 +57,7 @@ def test_every_setting_is_described_with_its_flag_variable_and_default() -> None
             assert cells[3] == (str(default).lower() if isinstance(default, bool) else str(default)), setting.name
 
 
-def test_settings_are_described_in_the_groups_of_the_help_with_their_choices() -> None:
+def test_settings_are_described_in_the_groups_of_the_help() -> None:
     page = document("configuration.md")
     for group in dict.fromkeys(setting.group for setting in SETTINGS):
         section = page.split(f"\n### {group[0].upper()}{group[1:]}\n")[1].split("\n#")[0]

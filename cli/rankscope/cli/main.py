@@ -100,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen is not None:
             module = importlib.import_module(MODULES[chosen])
             module.add_arguments(places[chosen])
-        parsed = parser.parse_args(words)
+        parsed, unknown = parser.parse_known_args(words)
+        if unknown:  # with the usage of the command, not of `rankscope`
+            (parser if chosen is None else places[chosen]).error(f"unrecognized arguments: {' '.join(unknown)}")
         if module is None or parsed.bare is not None:
             parsed.bare.print_help()
             return Exit.OK

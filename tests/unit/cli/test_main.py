@@ -51,6 +51,15 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert "usage: rankscope" in error and "choose from 'demo', 'run', 'up'" in error
 
 
+@pytest.mark.parametrize("command", ["run --json", "analyze trace --ranks", "top --jsonl"])
+def test_an_unknown_option_shows_the_usage_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, option = command.rsplit(" ", 1)
+    with pytest.raises(SystemExit):
+        command_line.main([*command.split(), "x"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: rankscope {words} [options]") and f"unrecognized arguments: {option}" in error
+
+
 GROUPS = ("analyze", "report", "captures", "context", "certificates")
 
 
