@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.doc_commands import ROOT
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS
 from tests.support.waiting import wait_until
 
@@ -19,6 +21,12 @@ RUN = (*MAIN, "run")
 
 def slow_line() -> int:
     return 1 + next(n for n, line in enumerate(SLOW_RANK.read_text().splitlines()) if line.endswith("# here"))
+
+
+def shapes(text: str) -> set[str]:
+    """Lines without what differs from run to run."""
+    text = re.sub(r"\S+@\S+:", "JOB:", re.sub(r"\w+\.py:\d+", "LINE", text))
+    return {re.sub(r"[\d.]+", "#", " ".join(line.split())) for line in text.splitlines()}
 
 
 def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -> None:
@@ -42,6 +50,8 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
         running.wait()
     assert (tmp_path / "stdout").read_text() == "trained\n"
     card = " ".join(told().split())
+    shown = re.search(r"```text\n(job .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown is not None and shapes(shown[1]) <= shapes(told()), told()
     assert f"verdict rank 1 is slow because of {line}" in card
     assert f"look at slow_rank.py:{slow_line()}" in card
     assert "slow_augmentation" in page.read_text()

@@ -23,7 +23,7 @@ TARGETS = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.
 FOREIGN = {
     *("alertmanager", "amtool", "prometheus", "promtool"),
     *("docker", "helm", "kind", "kubectl", "sbatch", "scontrol", "srun", "systemctl"),
-    *("all_reduce_perf", "nsys", "nvidia-smi", "pip", "python", "python3", "torchrun"),
+    *("all_reduce_perf", "nsys", "nvidia-smi", "pip", "pipx", "python", "python3", "torchrun"),
     *(
         "cd",
         "curl",
