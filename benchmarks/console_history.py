@@ -11,7 +11,7 @@ from benchmarks.fleets import hold, rank_window
 from benchmarks.reporting import Row, between
 from benchmarks.statistics import spread_of
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
-from rankscope.operator.console.history import LIMIT_BYTES, History
+from rankscope.operator.console.history import MAX_BYTES, History
 from rankscope.operator.console.run_views import heatmap, rank_history, run_detail
 from rankscope.operator.console.signals import SIGNALS
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
@@ -40,7 +40,7 @@ def measure() -> list[Row]:
     fleet = _fleet()
     taking = [_take(history, fleet, TICK_SECONDS * (1 + number)) for number in range(TICKS)]
     view = history.run(RUN)
-    if view is None or len(view.signals) != len(SIGNALS) or history.bytes > LIMIT_BYTES:
+    if view is None or len(view.signals) != len(SIGNALS) or history.bytes > MAX_BYTES:
         raise RuntimeError(f"the history has {history.bytes} bytes of {view and view.signals}: not what was made")
     header, matrix = heatmap(view, "self_seconds", 0.0, COLUMNS)
     answers: dict[str, Callable[[], object]] = {

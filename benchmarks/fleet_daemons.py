@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from benchmarks.fleet_layout import WINDOW_SECONDS, FleetLayout, Speaker
+from benchmarks.fleet_layout import WINDOW_SECONDS, FleetLayout, ScriptedDaemon
 
 # A daemon closes its window at the border and needs a moment to make messages of it.
 ASSEMBLING_SECONDS = (0.02, 0.25)
@@ -22,7 +22,7 @@ METHOD = "/rankscope.v1.RankService/WatchRanks"
 
 class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     def __init__(self, node: int, layout: FleetLayout) -> None:
-        self._speaker = Speaker(layout, node)
+        self._daemon = ScriptedDaemon(layout, node)
         self._delay_seconds = random.Random(node).uniform(*ASSEMBLING_SECONDS)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -32,13 +32,13 @@ class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no type
 
     async def _watch(self, request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         tick = int((time.time() - self._delay_seconds) / WINDOW_SECONDS)
-        yield self._speaker.message(tick)  # the latest, at once
+        yield self._daemon.message(tick)  # the latest, at once
         while True:
             tick += 1
             await asyncio.sleep(max(0.0, tick * WINDOW_SECONDS + self._delay_seconds - time.time()))
             if time.time() > (tick + 8) * WINDOW_SECONDS:
                 tick = int(time.time() / WINDOW_SECONDS)  # as the real one: late news is dropped
-            yield self._speaker.message(tick)
+            yield self._daemon.message(tick)
 
 
 async def serve(first: int, count: int, layout: FleetLayout) -> None:

@@ -75,7 +75,7 @@ class FleetLayout:
             )
 
 
-class Speaker:
+class ScriptedDaemon:
     """What a node's daemon says. Everything but the time is the same in every window, so the message is made once and
     the time is put into its bytes: simulating the fleet must not cost more than listening to it."""
 

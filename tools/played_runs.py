@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.analysis.verdicts.window_columns import pack, unpack
-from rankscope.operator.console.history import LIMIT_BYTES, History, RunView
+from rankscope.operator.console.history import MAX_BYTES, History, RunView
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows, RankSeen
 from rankscope.operator.correlation.fleet_usage import FleetUsage
@@ -41,7 +41,7 @@ def identity_of(run: str, rank: int, size: int) -> RankIdentity:
 class Played:
     def __init__(
         self,
-        limit_bytes: int = LIMIT_BYTES,
+        limit_bytes: int = MAX_BYTES,
         begin: float = MORNING,
         identities: Identities = identity_of,
         keeps: Callable[[str], bool] = lambda run: True,

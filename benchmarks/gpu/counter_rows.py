@@ -12,7 +12,7 @@ from benchmarks.gpu.reporting import Report
 MATMULS = ("bf16-1024", "bf16-4096", "bf16-8192", "bf16-16384", "fp16-8192", "fp64-4096")
 ESTIMATE_TOLERANCE = 0.05
 NEAR_ZERO = 0.01
-SHORTEST_SECONDS = 1.5
+MIN_SECONDS = 1.5
 ESTIMATE = "rankscope_gpu_estimated_flops_per_second"
 TENSOR = "rankscope_gpu_tensor_active_ratio"
 
@@ -39,7 +39,7 @@ def tell_load(rig: Rig, observed: Observed, load: Load) -> None:
     shown = ", ".join(f"{pipe} {value:.3f}" for pipe, value in pipes.items() if value is not None and value > 0.001)
     text = f"tensor {show(tensor, 3)}, SM active {show(active, 3)}, {shown or 'no pipe busy'}; "
     text += f"{show(clock, 0, 1e-6)} MHz, {show(power, 0)} W"
-    if end - start < SHORTEST_SECONDS:
+    if end - start < MIN_SECONDS:
         return  # a pause between others
     if load.kind == "idle":
         near = tensor is not None and active is not None and max(tensor, active) <= NEAR_ZERO
@@ -106,7 +106,7 @@ def throttling(rig: Rig, observed: Observed, loads: list[Load]) -> None:
     for load in loads:
         start, end = load.steady
         # Steady borders: both counters lag by the same.
-        if load.kind not in ("bf16-16384", "idle", "bf16-1024") or end - start < SHORTEST_SECONDS:
+        if load.kind not in ("bf16-16384", "idle", "bf16-1024") or end - start < MIN_SECONDS:
             continue
         lasted = end - start
         ours = observed.values("rankscope_gpu_throttled_seconds_total", start, end, reason="power_cap")

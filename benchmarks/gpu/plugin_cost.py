@@ -18,7 +18,7 @@ from benchmarks.gpu.reporting import Report
 from benchmarks.statistics import median_of_ratios
 
 RATIO_AT_MOST = 1.01
-LONGEST_SECONDS = 90.0
+MAX_SECONDS = 90.0
 
 
 def measure(asked: argparse.Namespace, report: Report, probe: Path, kind: str) -> None:
@@ -26,7 +26,7 @@ def measure(asked: argparse.Namespace, report: Report, probe: Path, kind: str) -
     with multi_process_service() as environment:
         job = lab_job("plugin_cost_job.py", arguments, cpu=False, environment=environment, probe=probe, label=kind)
         with job as running:
-            running.wait(time.monotonic() + LONGEST_SECONDS)
+            running.wait(time.monotonic() + MAX_SECONDS)
             told = [running.fact(f"cost-{rank}.json") or {} for rank in range(RANKS)]
     on, off = (np.median([one[name] for one in told], axis=0) for name in ("on", "off"))
     ratio = median_of_ratios(on.tolist(), off.tolist())

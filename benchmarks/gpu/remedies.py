@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.gpu.lab import RANKS, lab_job, multi_process_service
 from benchmarks.gpu.reporting import Report
 
-LONGEST_SECONDS = 180.0
+MAX_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(report: Report, name: str, cpu: bool, traces: Path) -> None:
         multi_process_service() as environment,
         lab_job("remedies_job.py", flags, cpu=cpu, ranks=job.ranks, environment=environment, label=name) as running,
     ):
-        running.wait(time.monotonic() + min(LONGEST_SECONDS, max(report.seconds_left, 1)))
+        running.wait(time.monotonic() + min(MAX_SECONDS, max(report.seconds_left, 1)))
         told = [running.fact(f"remedies-{rank}.json") or {} for rank in range(job.ranks)]
         for path in sorted(running.folder.glob("*.json.gz")):
             shutil.copyfile(path, traces / f"{name}-{path.name}")

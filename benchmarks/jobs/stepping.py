@@ -15,7 +15,7 @@ import torch
 
 STOP, PLAIN, PROBED = range(3)
 FIRST_STEPS = 20
-STEPS_AT_MOST = 500_000
+MAX_STEPS = 500_000
 DDP_OWN_SAMPLE_RATE = 100
 RANK = int(os.environ["RANK"])
 
@@ -57,7 +57,7 @@ class ProbeSwitch:
 def train(model: Any, step: Callable[[], None]) -> None:
     """Steps until told to stop; writes the end and the length of each one."""
     folder = Path(sys.argv[1])
-    times = np.lib.format.open_memmap(folder / f"times-{RANK}", mode="w+", dtype=np.int64, shape=(STEPS_AT_MOST, 2))
+    times = np.lib.format.open_memmap(folder / f"times-{RANK}", mode="w+", dtype=np.int64, shape=(MAX_STEPS, 2))
     with (folder / "control").open("r+b") as file:
         control = mmap.mmap(file.fileno(), 1)
     parent = os.getppid()
@@ -67,7 +67,7 @@ def train(model: Any, step: Callable[[], None]) -> None:
     (folder / f"started-{RANK}").touch()
     stop = torch.zeros(1)
     before_ns = time.monotonic_ns()
-    for number in range(STEPS_AT_MOST):
+    for number in range(MAX_STEPS):
         step()
         now_ns = time.monotonic_ns()
         times[number] = now_ns, now_ns - before_ns

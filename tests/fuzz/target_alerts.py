@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
-from rankscope.operator.alerts.alert import ALERTS_MOST, MalformedError, Wanted, read_notification
+from rankscope.operator.alerts.alert import MAX_ALERTS, MalformedError, Wanted, read_notification
 from rankscope.operator.alerts.alertmanager_webhook import _told
 from rankscope.operator.alerts.decision import AlertDecisions, Result
 from rankscope.operator.correlation.correlator import JobState
@@ -50,7 +50,7 @@ def run(data: bytes) -> None:
         assert len(str(error)) < 300, len(str(error))
         str(error).encode()  # it goes into the answer and the log
         return
-    assert len(alerts) <= ALERTS_MOST
+    assert len(alerts) <= MAX_ALERTS
     asked: list[Wanted] = []
 
     def start(wanted: Wanted) -> str:

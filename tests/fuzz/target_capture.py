@@ -18,7 +18,7 @@ from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.probe_commands import take_apart
 from rankscope.daemon.captures.processing import worker
 from rankscope.daemon.captures.processing.messages import (
-    ANSWER_LIMIT_BYTES,
+    MAX_ANSWER_BYTES,
     Job,
     Joined,
     RankJob,
@@ -42,7 +42,7 @@ CPU_SECONDS = 12.0
 _HEALTHY, *_ODD = recorded("trace")[2:]
 _ENDING = ring_layout.WINDOW_BYTES.pack(len(_ODD[0])) + ring_layout.WINDOWS.pack(1, ring_layout.WINDOWS_MARK)
 SEEDS = [*_ODD, recorded("trace")[1], _ODD[0] + _ENDING]
-WINDOWS_MOST = 4
+MAX_WINDOWS = 4
 
 
 def _pid(trace: bytes) -> int:
@@ -82,7 +82,7 @@ def _process(folder: Path, data: bytes, steps: int | None) -> None:
         worker.main(folder)
     for one in ranks:
         path = result_file(folder, one.rank)
-        assert path.stat().st_size < ANSWER_LIMIT_BYTES
+        assert path.stat().st_size < MAX_ANSWER_BYTES
         result = find(path, RankResult)
         assert result is not None, path.read_bytes()[:200]
         _check_result(one, result)
@@ -118,10 +118,10 @@ def _take_apart(folder: Path, data: bytes) -> None:
     packed = folder / "packed.json"
     packed.write_bytes(data)
     try:
-        paths = take_apart(packed, WINDOWS_MOST, "rank 1")
+        paths = take_apart(packed, MAX_WINDOWS, "rank 1")
     except CaptureError:
         return
-    assert 0 < len(paths) <= WINDOWS_MOST
+    assert 0 < len(paths) <= MAX_WINDOWS
     assert sum(path.stat().st_size for path in paths) < len(data)
 
 

@@ -8,7 +8,7 @@ from rankscope.analysis.collectives.flight_recorder.catalog import Catalog, Dump
 from rankscope.analysis.collectives.flight_recorder.dump import read_dump
 from rankscope.analysis.collectives.flight_recorder.matching import analyze_dumps
 from rankscope.analysis.collectives.flight_recorder.report import make_report, to_json
-from rankscope.analysis.collectives.flight_recorder.tail import TAIL_BYTES_MOST, make_tail, match_tails
+from rankscope.analysis.collectives.flight_recorder.tail import MAX_TAIL_BYTES, make_tail, match_tails
 from tests.fuzz.checking import check_text
 from tests.unit.analysis.collectives.flight_recorder.made_dumps import as_json, as_pickle, content, hung_job, record
 
@@ -56,7 +56,7 @@ def run(data: bytes) -> None:
         check_text(text)
     try:
         tail = make_tail(data)
-        assert len(tail) <= TAIL_BYTES_MOST
+        assert len(tail) <= MAX_TAIL_BYTES
     except DumpError as error:
         check_text(str(error))
         tail = data

@@ -71,12 +71,12 @@ def _folder() -> Path:
 
 def _check_parser(data: bytes) -> None:
     try:
-        message = datagrams.parse(data[: datagrams.DATAGRAM_LIMIT])
+        message = datagrams.parse(data[: datagrams.MAX_DATAGRAM_BYTES])
     except datagrams.MalformedError as error:
         assert len(str(error)) < 200
         return
     if isinstance(message, datagrams.Request):
-        assert len(message.pids) <= datagrams.PIDS_LIMIT
+        assert len(message.pids) <= datagrams.MAX_PIDS
 
 
 def _check_answer(data: bytes, address: bytes | str, is_whole: bool, pid: int, place: Place) -> None:
@@ -84,7 +84,7 @@ def _check_answer(data: bytes, address: bytes | str, is_whole: bool, pid: int, p
     handed: list[int] = []
     try:
         endpoint.offer(_PID, Offer(read_stat("/proc/self").start_ticks, lambda: _TEXT, lambda: handed.append(1)))
-        datagram = Datagram(data[: datagrams.DATAGRAM_LIMIT], address, pid, os.getuid(), time.time(), is_whole)
+        datagram = Datagram(data[: datagrams.MAX_DATAGRAM_BYTES], address, pid, os.getuid(), time.time(), is_whole)
         endpoint._answer(place, datagram)
         sent: list[tuple[bytes, Any]] = place.endpoint.sent
         tallies = endpoint.tallies

@@ -94,11 +94,11 @@ def check_times(times: NcclTimes, steps: int) -> None:
     if times.seconds is not None:
         known = times.seconds[~np.isnan(times.seconds)]
         assert len(times.seconds) == steps and (known >= 0).all() and np.isfinite(known).all()
-    assert len(times.groups) <= ring_layout.GROUPS_AT_MOST
+    assert len(times.groups) <= ring_layout.MAX_GROUPS
     for group in times.groups:
         assert 0 <= group.number < 1 << 53 and 0 <= group.position < group.size, group
         assert 0 < group.samples <= steps and 0 <= group.seconds <= 86_400 * RECORDS, group
-    assert len(times.collectives) <= ring_layout.GROUPS_AT_MOST
+    assert len(times.collectives) <= ring_layout.MAX_GROUPS
     for rate in times.collectives:
         assert 0 <= rate.number < 1 << 53 and 2 <= rate.size <= nccl_bandwidth.MAX_RANKS, rate
         assert rate.function in nccl_bandwidth.FUNCTIONS and rate.protocol in nccl_bandwidth.PROTOCOLS, rate

@@ -15,7 +15,7 @@ from rankscope.operator.kube.resources import TrainingRunStatus
 from rankscope.operator.policies.policy import match, mfu_target_of, thresholds
 from rankscope.operator.runs.daemon_streams import DaemonPods, read_daemon_pod
 from rankscope.operator.runs.inventory import Inventory
-from rankscope.operator.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_annotations, read_pod
+from rankscope.operator.runs.pods import MAX_LABELS, TEXT_CHARACTERS, read_annotations, read_pod
 from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, run_of
 from rankscope.operator.runs.status import run_status
 from tests.fuzz.checking import check_number
@@ -126,7 +126,7 @@ def _check_pod(document: dict[str, Any]) -> None:
     pod = read_pod(document)
     if pod is None:
         return
-    assert len(pod.labels) <= LABELS_KEPT and len(pod.annotations) <= LABELS_KEPT
+    assert len(pod.labels) <= MAX_LABELS and len(pod.annotations) <= MAX_LABELS
     assert all(len(text) <= TEXT_CHARACTERS for text in (pod.name, pod.namespace, pod.uid, pod.node, pod.address))
     wishes = read_annotations(pod.annotations)
     check_number(wishes.mfu_target)

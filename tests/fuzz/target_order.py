@@ -7,9 +7,9 @@ import zlib
 
 from rankscope.probe import declaration, ring_layout
 from rankscope.probe.capture_commands import (
-    LENGTH_LIMIT_NS,
-    PATIENCE_LIMIT_NS,
-    STEPS_LIMIT,
+    MAX_LENGTH_NS,
+    MAX_PATIENCE_NS,
+    MAX_STEPS,
     Answer,
     read_command,
     refusal,
@@ -55,10 +55,10 @@ def _check_order(area: bytes) -> None:
         return
     wrong = refusal(command, _NOW)
     if wrong is None:
-        assert 0 < command.length_ns <= LENGTH_LIMIT_NS and command.steps <= STEPS_LIMIT
-        assert 0 < command.give_up_unix_ns - _NOW <= PATIENCE_LIMIT_NS
-        assert 1 <= command.windows <= ring_layout.WINDOWS_LIMIT
-        assert command.start_step >= 0 and max(command.wait_steps, command.warmup_steps) <= STEPS_LIMIT
+        assert 0 < command.length_ns <= MAX_LENGTH_NS and command.steps <= MAX_STEPS
+        assert 0 < command.give_up_unix_ns - _NOW <= MAX_PATIENCE_NS
+        assert 1 <= command.windows <= ring_layout.MAX_WINDOWS
+        assert command.start_step >= 0 and max(command.wait_steps, command.warmup_steps) <= MAX_STEPS
         assert set(command.options) <= set(ring_layout.OPTIONS)
     Answer(ring, command.number).report(ring_layout.PHASE_FAILED, wrong or "no")
     assert len(ring.written) <= ring_layout.ANSWER.size + ring_layout.ANSWER_TEXT_BYTES

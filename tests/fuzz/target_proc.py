@@ -7,8 +7,8 @@ import contextlib
 import os
 
 from rankscope.daemon.discovery.program import NAME_CHARACTERS
-from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, WORLD_SIZE_LIMIT
-from rankscope.daemon.discovery.ranks import PROBLEMS_LIMIT, RankDiscovery
+from rankscope.daemon.discovery.rank_environment import MAX_JOB_LENGTH, MAX_WORLD_SIZE
+from rankscope.daemon.discovery.ranks import MAX_PROBLEMS, RankDiscovery
 from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_window, rank_metrics
 from rankscope.daemon.gpu.attribution import claimed_gpu, visible_gpus
 from rankscope.daemon.gpu.readings import GpuReading
@@ -107,7 +107,7 @@ def run(data: bytes) -> None:
     discovery = RankDiscovery(tree.proc, "node", monotonic=lambda: 0.0)
     found = discovery.scan()
     assert discovery.scan() == found, "the same process was seen differently"
-    assert len(found.ranks) <= 1 and len(found.problems) <= PROBLEMS_LIMIT + 2
+    assert len(found.ranks) <= 1 and len(found.problems) <= MAX_PROBLEMS + 2
     for problem in found.problems:
         check_text(problem.text, 1000)
     collector = ProcessCollector(tree.proc, tree.cgroups)
@@ -121,11 +121,11 @@ def run(data: bytes) -> None:
 
 
 def _check_rank(rank: RankProcess) -> None:
-    check_text(rank.job, JOB_LENGTH_LIMIT)
+    check_text(rank.job, MAX_JOB_LENGTH)
     assert "/" not in rank.job
     for text in (rank.program.command, rank.program.user, rank.program.team):
         check_text(text, NAME_CHARACTERS)
-    assert rank.job and 0 <= rank.rank < rank.world_size <= WORLD_SIZE_LIMIT
+    assert rank.job and 0 <= rank.rank < rank.world_size <= MAX_WORLD_SIZE
     assert 0 <= rank.local_rank < rank.world_size
     assert rank.pod is None or set(rank.pod) <= set("0123456789abcdef-")
     assert len(repr(dict(rank.environment))) < 1 << 20

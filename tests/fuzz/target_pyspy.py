@@ -7,13 +7,13 @@ from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_win
 from rankscope.daemon.samples import ProcessSample, RankProcess, Span, StallDump
 from rankscope.daemon.stacks import pyspy
 from rankscope.daemon.stacks.pyspy_output import (
-    FRAMES_PER_STACK_LIMIT,
-    NAME_LENGTH_LIMIT,
+    MAX_FRAMES_PER_STACK,
+    MAX_NAME_LENGTH,
     parse_dump,
     parse_errors,
     parse_recording,
 )
-from rankscope.daemon.stacks.recording import FRAMES_KEPT, summarise
+from rankscope.daemon.stacks.recording import MAX_FRAMES, summarise
 from rankscope.daemon.windows.stalls import StallWatch
 from rankscope.daemon.windows.window import RankSamples, assemble
 from tests.fuzz.checking import check_message, check_metrics, check_text
@@ -68,12 +68,12 @@ def _check_recording(text: str) -> None:
     recording = parse_recording(text, {23305})
     assert 0 <= recording.garbled_lines <= text.count("\n") + 1
     for stack in recording.stacks:
-        assert len(stack) <= FRAMES_PER_STACK_LIMIT
+        assert len(stack) <= MAX_FRAMES_PER_STACK
         for frame in stack:
-            check_text(frame.function, NAME_LENGTH_LIMIT + 1)
-            check_text(frame.file, NAME_LENGTH_LIMIT + 1)
+            check_text(frame.function, MAX_NAME_LENGTH + 1)
+            check_text(frame.file, MAX_NAME_LENGTH + 1)
     sample = summarise(recording.stacks, parse_errors(text) + recording.garbled_lines, _SPAN)
-    assert len(sample.frames) <= FRAMES_KEPT and set(sample.phase_counts) <= set(PHASES)
+    assert len(sample.frames) <= MAX_FRAMES and set(sample.phase_counts) <= set(PHASES)
     samples = RankSamples(process=_IDLE, stacks=sample)
     stall = StallWatch(None).observe(_RANK, samples, _SPAN)
     window = assemble(_RANK, "node", _SPAN, 1, samples, lambda _: None, stall)
@@ -89,7 +89,7 @@ def _check_dump(text: str) -> None:
         return
     if not stack:
         return
-    assert len(stack) <= FRAMES_PER_STACK_LIMIT
+    assert len(stack) <= MAX_FRAMES_PER_STACK
     dump = StallDump(phase_of(stack), stack)
     assert dump.phase in PHASES
     watch = StallWatch(lambda ranks: {rank.key: dump for rank in ranks})

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from rankscope.common.rank_selection import ChoiceError, Suspected, choose_ranks
 from rankscope.daemon.captures import request as asking
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.server.policies import RUNS_LIMIT, BadPolicyError, PolicyBoard
+from rankscope.daemon.server.policies import MAX_RUNS, BadPolicyError, PolicyBoard
 from rankscope.operator.access import requests as people_asking
 from rankscope.operator.access.guard import RefusedError
 from rankscope.operator.kube.resources import CaptureSpec
@@ -121,7 +121,7 @@ def _check_policies(data: bytes) -> None:
         return
     assert len(notes) <= 32 and all(len(note) < 500 for note in notes)
     held = board.held()
-    assert len(held) <= RUNS_LIMIT
+    assert len(held) <= MAX_RUNS
     for one in held:
         check_number(one.policy.stack_rate_hertz)
         assert 0 <= one.policy.stack_rate_hertz <= 100 and one.policy.duty_cycle_steps <= 100

@@ -64,7 +64,7 @@ _FACTS = (
 _COLUMNS = ("step", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
 _FIXED, _LIVE = ring_layout.FIXED.size, ring_layout.LIVE.size
 _TABLES = (
-    (ring_layout.GROUPS_OFFSET, ring_layout.GROUP, ring_layout.GROUPS_AT_MOST),
+    (ring_layout.GROUPS_OFFSET, ring_layout.GROUP, ring_layout.MAX_GROUPS),
     (ring_layout.RANGES_OFFSET, ring_layout.RANGE, ring_layout.MAX_RANGES),
 )
 
@@ -170,7 +170,7 @@ def _check_sample(sample: StepSample) -> None:
         assert len(column) == len(sample.step_seconds)
         known = column[~np.isnan(column)]
         assert np.isfinite(known).all() and (known >= 0).all(), name
-    assert len(sample.groups) <= ring_layout.GROUPS_AT_MOST
+    assert len(sample.groups) <= ring_layout.MAX_GROUPS
     for group in sample.groups:
         assert group.number < 1 << 53 and 0 <= group.position < group.size and group.kind in _KINDS, group
         assert group.samples > 0 and 0 <= group.seconds < 1e13 and 0 < group.step_seconds < 1e13, group

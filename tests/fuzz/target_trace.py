@@ -19,7 +19,7 @@ from rankscope.analysis.traces.communication.collectives import Collectives, fin
 from rankscope.analysis.traces.cut import find_whole_steps
 from rankscope.analysis.traces.diagnosis import diagnose
 from rankscope.analysis.traces.joins.join import join_traces, keep_essentials
-from rankscope.analysis.traces.kernel_stacks import DEPTH_LIMIT, kernel_profile
+from rankscope.analysis.traces.kernel_stacks import MAX_DEPTH, kernel_profile
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import find_steps
 from rankscope.analysis.traces.summary import summarize
@@ -50,7 +50,7 @@ def _check_analysis(trace: Trace) -> None:
         assert min(parts.compute_ns, parts.non_compute_ns, parts.idle_ns, exposed, overlapped) >= 0, parts
     kernels = kernel_profile(trace)
     assert kernels.samples_total == len(device_rows(trace)) and (kernels.nanos >= 0).all()
-    assert all(0 < len(stack) <= DEPTH_LIMIT for stack in kernels.stacks())
+    assert all(0 < len(stack) <= MAX_DEPTH for stack in kernels.stacks())
     summary = summarize(trace, breakdown, collectives, rank=trace.rank, file="x", top=5)
     assert len(msgspec.json.encode(summary)) < 4 << 20
     diagnosis = diagnose([summary])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli.demo_job.cpu_limit import (
-    LONGEST_STOP_SECONDS,
+    MAX_STOP_SECONDS,
     RUNNING_FRACTION,
     ControlGroup,
     StopAndGo,
@@ -62,7 +62,7 @@ def test_a_confined_process_gets_under_half_a_core_until_released(
 def test_a_process_that_overran_is_stopped_for_longer() -> None:
     for ran_seconds in (0.02, 0.2):
         assert ran_seconds / (ran_seconds + stop_seconds(ran_seconds)) == pytest.approx(RUNNING_FRACTION)
-    assert stop_seconds(4.0) == LONGEST_STOP_SECONDS
+    assert stop_seconds(4.0) == MAX_STOP_SECONDS
 
 
 def test_without_a_control_group_the_process_is_stopped_and_started(

@@ -102,7 +102,7 @@ def test_an_alert_does_what_its_promtool_test_says(alert: str, tmp_path: Path) -
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_links_of_an_alert_name_its_run_rank_node_or_daemon(tmp_path: Path) -> None:
+def test_links_of_alerts_name_run_rank_node_or_daemon(tmp_path: Path) -> None:
     """Each link that there is, of an alert with names that a URL cannot have as they are."""
     addresses = {link: f"https://{link}.mine/" for link in ("dashboard_url", "console_url")}
     rules = yaml.safe_load(with_links((RULES / "alerts.yaml").read_text(), addresses))["groups"]

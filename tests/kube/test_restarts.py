@@ -18,7 +18,7 @@ from tests.support.measuring import Measured
 from tests.support.waiting import wait_until
 
 TAKEOVER_SECONDS = 15.0
-LONGEST_SECONDS = 120.0
+MAX_SECONDS = 120.0
 # A look takes less, unless the machine stands still.
 TICK_SECONDS = 0.5
 SHARDS = 2
@@ -35,7 +35,7 @@ def running_seconds_until(condition: Callable[[], bool]) -> float:
     """Without those in which the machine itself stood still, and all replicas with it."""
     seconds, last = 0.0, time.monotonic()
     while not condition():
-        assert seconds < LONGEST_SECONDS
+        assert seconds < MAX_SECONDS
         time.sleep(0.1)
         now = time.monotonic()
         seconds, last = seconds + min(now - last, TICK_SECONDS), now

@@ -39,7 +39,7 @@ from tests.support.waiting import wait_until
 ROOT = "/apis/admissionregistration.k8s.io/v1"
 KINDS = ("mutatingwebhookconfigurations", "validatingwebhookconfigurations")
 IMAGE = "registry.example/rankscope:1"
-LONGEST_SECONDS = 30  # that an API server may wait for a webhook
+MAX_SECONDS = 30  # that an API server may wait for a webhook
 LEVEL_1 = {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
 
 Make = Callable[..., Webhooks]
@@ -60,7 +60,7 @@ def patient_api_server() -> Iterator[None]:
     is made without us."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("INJECT_SECONDS", "OURS_SECONDS"):
-            patch.setattr(configuration, name, LONGEST_SECONDS)
+            patch.setattr(configuration, name, MAX_SECONDS)
         yield
 
 

@@ -24,7 +24,7 @@ import pytest
 from rankscope.daemon.captures.kineto.config import written_file
 from rankscope.daemon.captures.records import FINAL
 from rankscope.daemon.config import Config
-from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT
+from rankscope.daemon.server.grpc_server import MAX_DOWNLOADS
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, WatchRanksRequest
@@ -43,7 +43,7 @@ from tests.support.waiting import wait_until
 DECOYS = '{"a":[' + '{"traceEvents":0},' * 14_000 + '0],"traceEvents":[]}'
 SECRET = '{"password": "of root"}'
 SQUATTERS = 4
-UNREAD_CALLS = 2 * (Config().watch_readers + DOWNLOADS_LIMIT)
+UNREAD_CALLS = 2 * (Config().watch_readers + MAX_DOWNLOADS)
 CONNECTIONS_TIMED = 1024
 LOG_FILE = re.compile(r"ACTIVITIES_LOG_FILE=(\S+)")
 

@@ -30,7 +30,7 @@ QUOTA_BYTES = 20_000_000
 HOLE_BYTES = 256 << 20
 # Fits into the quota by default.
 MANY_HOLES_BYTES = 3 << 30
-ACTIVE_LIMIT, ACTIVE_SPARE = 8, 4
+MAX_ACTIVE, ACTIVE_SPARE = 8, 4
 # Whatever else runs on this machine.
 RUN = f"forged-{os.getpid()}"
 
@@ -91,11 +91,11 @@ def test_a_trace_within_the_quota_is_fetched(daemon: Serving) -> None:
 
 def test_one_users_endless_captures_leave_places_for_others(daemon: Serving) -> None:
     with ExitStack() as stack, grpc.insecure_channel(daemon.grpc_target) as channel:
-        for number in range(ACTIVE_LIMIT):
+        for number in range(MAX_ACTIVE):
             stack.enter_context(forged_rank(f"{RUN}-greedy{number}-", NEVER, uid=NOBODY))
         stack.enter_context(forged_rank(f"{RUN}-other-", len(EMPTY), EMPTY, uid=NOBODY - 1))
         refusals = []
-        for number in range(ACTIVE_LIMIT):
+        for number in range(MAX_ACTIVE):
             job = job_of(daemon, f"{RUN}-greedy{number}-")
             request = pb.StartCaptureRequest(job=job, steps=2, patience_seconds=300)
             running = CaptureServiceStub(channel).StartCapture(request)
@@ -120,7 +120,7 @@ def captures(tmp_path: Path) -> Iterator[NodeCaptures]:
 def test_namespaces_of_one_user_leave_sockets_for_others(
     captures: NodeCaptures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "NAMESPACES_LIMIT", 4)
+    monkeypatch.setattr(sockets, "MAX_NAMESPACES", 4)
     endpoint = captures._endpoint
 
     def rank(of: Peer, number: int) -> RankProcess:

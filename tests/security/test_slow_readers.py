@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from rankscope.daemon.captures.service import CaptureServicer
-from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, SHORT_CALL_THREADS, GrpcServer, Service, rank_service
+from rankscope.daemon.server.grpc_server import MAX_DOWNLOADS, SHORT_CALL_THREADS, GrpcServer, Service, rank_service
 from rankscope.daemon.server.sockets import SocketLock
 from rankscope.daemon.windows.broadcast import QUEUED_TICKS, Publisher, Tick
 from rankscope.v1.capture_service_pb2 import DownloadArtifactRequest
@@ -69,7 +69,7 @@ def test_unread_downloads_block_neither_calls_nor_other_downloads(target: str) -
     """As many as the operator's API lets the accounts of one tenant have."""
     with channels(target) as opened:
         unread = []
-        for _ in range(2 * (READERS + DOWNLOADS_LIMIT + SHORT_CALL_THREADS)):
+        for _ in range(2 * (READERS + MAX_DOWNLOADS + SHORT_CALL_THREADS)):
             call = CaptureServiceStub(opened()).DownloadArtifact(DownloadArtifactRequest(id="c"))
             next(call)
             unread.append(call)

@@ -12,7 +12,7 @@ from tools.nccl_plugin import ARCHITECTURES, FOLDER, SUMS, library, sums
 
 # Of the ELF header: the machine, as its architecture numbers it.
 MACHINES = {"x86_64": 62, "aarch64": 183}
-BYTES_AT_MOST = 16 << 10
+MAX_BYTES = 16 << 10
 
 
 def test_a_build_gives_the_libraries_in_the_repository() -> None:
@@ -27,7 +27,7 @@ def test_the_hashes_are_those_of_the_libraries() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_library_is_small_and_of_its_architecture(architecture: str) -> None:
     data = (FOLDER / library(architecture)).read_bytes()
-    assert len(data) <= BYTES_AT_MOST
+    assert len(data) <= MAX_BYTES
     assert struct.unpack_from("<H", data, 18)[0] == MACHINES[architecture]
     for version in (4, 5, 6):
         assert f"ncclProfiler_v{version}".encode() in data

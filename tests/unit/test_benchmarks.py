@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import registration
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.fleet_layout import FleetLayout, Speaker, pod_uid
+from benchmarks.fleet_layout import FleetLayout, ScriptedDaemon, pod_uid
 from benchmarks.fleets import Fleet
 from benchmarks.overhead import Block, _Compared, _orders
 from benchmarks.repeated_traces import repeated
@@ -93,7 +93,7 @@ def test_a_simulated_fleet_has_each_rank_once_in_own_pods() -> None:
     layout = FleetLayout(daemons=100, ranks_per_node=8)
     seen: dict[str, list[int]] = {}
     for node in (*range(30), 99):
-        message = WatchRanksResponse.FromString(Speaker(layout, node).message(tick=900_000_000))
+        message = WatchRanksResponse.FromString(ScriptedDaemon(layout, node).message(tick=900_000_000))
         assert {window.identity.pod for window in message.windows} == {pod_uid(node)}
         assert {window.end_unix_nanos for window in message.windows} == {1_800_000_000 * 10**9}
         assert {window.start_unix_nanos for window in message.windows} == {1_799_999_998 * 10**9}

@@ -84,7 +84,7 @@ def shorten(text: str, most: int) -> str:
 # Names of kernels repeat these; they are left out of those that do not fit.
 _BOILERPLATE = re.compile(r"^void |\(anonymous namespace\)::|\b(?:at::native|at|c10|std)::")
 _LAST_WORD = re.compile(r"(?<!\w)\w{1,15}$")
-_LEAST_CHARACTERS = 12
+_MIN_CHARACTERS = 12
 
 
 def shorten_all(texts: Sequence[str], most: int) -> list[str]:
@@ -106,7 +106,7 @@ def _distinct(texts: Sequence[str], most: int) -> dict[str, str]:
         room = most - head - 1
         if len(group) == 1:
             found[group[0]] = short
-        elif room < _LEAST_CHARACTERS:
+        elif room < _MIN_CHARACTERS:
             found |= {text: f"{shorten(text, most - 4)} #{index}" for index, text in enumerate(group, 1)}
         else:
             common = _common_prefix(group[0], group[-1])

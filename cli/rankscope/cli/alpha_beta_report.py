@@ -29,7 +29,7 @@ from rankscope.analysis.stats.robust import Floats, Ints, take_rows
 from rankscope.analysis.verdicts.verdict import Kind, Severity
 from rankscope.cli.terminal import Terminal
 
-_MOST_SIZES = 32
+_MAX_SIZES = 32
 ROWS_SHOWN = 24
 
 
@@ -148,7 +148,7 @@ def _predictions(observed: Observations, fit: Fit, at_ranks: int | None) -> Iter
     mine = observations_of(observed, fit)
     mine = take_rows(mine, mine.ranks == fit.ranks)
     sizes, which, counts = np.unique(mine.bytes, return_inverse=True, return_counts=True)
-    chosen = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), _MOST_SIZES)).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), _MAX_SIZES)).round().astype(int))
     for ranks in [fit.ranks] if at_ranks in (None, fit.ranks) else [fit.ranks, at_ranks or 0]:
         for number in chosen.tolist():
             size, count = sizes[number : number + 1], np.array([ranks])
@@ -261,7 +261,7 @@ def _text(value: float | None, factor: float, unit: str) -> str:
 # Plots, and the page that holds them.
 
 
-_MOST_POINTS = 1500
+_MAX_POINTS = 1500
 _CURVE_POINTS = 60
 _EXPLAINED = (
     "T = α·steps + bytes/β: α is the latency of one step, β the bus bandwidth that large messages approach (bytes "
@@ -324,7 +324,7 @@ def _page_table(rows: list[tuple[str, ...]]) -> page.Table:
 
 
 def _thinned(mine: Observations) -> Observations:
-    return take_rows(mine, np.unique(np.linspace(0, len(mine) - 1, min(len(mine), _MOST_POINTS)).round().astype(int)))
+    return take_rows(mine, np.unique(np.linspace(0, len(mine) - 1, min(len(mine), _MAX_POINTS)).round().astype(int)))
 
 
 def _list(values: Floats | Ints) -> list[float]:

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _HEAD_BYTES = 64 << 10
-_LARGEST_TEXT_BYTES = 256 << 20
+_MAX_TEXT_BYTES = 256 << 20
 _TRACE_MARKS = (b'"traceEvents"', b'"schemaVersion"', b'"ph"')
 
 
@@ -116,8 +116,8 @@ def _is_trace(path: str) -> bool:
 def _read_text(path: str, op: str | None, ranks: int | None) -> Observations:
     place = Path(path)
     try:
-        if place.stat().st_size > _LARGEST_TEXT_BYTES:
-            raise CommandError(f"{path}: is larger than {_LARGEST_TEXT_BYTES >> 20} MiB; cut it into pieces")
+        if place.stat().st_size > _MAX_TEXT_BYTES:
+            raise CommandError(f"{path}: is larger than {_MAX_TEXT_BYTES >> 20} MiB; cut it into pieces")
         return read_text(place.read_text(encoding="utf-8"), name=place.stem, op=op, ranks=ranks)
     except UnicodeDecodeError:
         raise CommandError(f"{path}: is no text; give CSV, JSON, the output of nccl-tests, or torch traces") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankscope.analysis.collectives.flight_recorder.catalog import Catalog, DumpError
-from rankscope.analysis.collectives.flight_recorder.dump import DUMP_BYTES_MOST, Dump, read_dump, renumber
+from rankscope.analysis.collectives.flight_recorder.dump import MAX_DUMP_BYTES, Dump, read_dump, renumber
 from rankscope.analysis.collectives.flight_recorder.matching import Stall, analyze_dumps
 from rankscope.analysis.collectives.flight_recorder.records import Position
 from rankscope.analysis.collectives.flight_recorder.report import Outcome, Report, absence_text, make_report, to_json
@@ -139,7 +139,7 @@ def _read_part(files: Sequence[Path]) -> tuple[list[tuple[Path, Dump | str]], Ca
     for path in files:
         try:
             with path.open("rb") as file:
-                read.append((path, read_dump(file.read(DUMP_BYTES_MOST + 1), catalog)))
+                read.append((path, read_dump(file.read(MAX_DUMP_BYTES + 1), catalog)))
         except OSError as error:
             read.append((path, cannot_read(error)))
         except DumpError as error:

@@ -91,9 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _PARQUET_MAGIC = b"PAR1"
 _NAMES = "optype"
-_LARGEST_YAML = 1 << 20
+_MAX_YAML_BYTES = 1 << 20
 # A CSV row of a timeline has at least 40 bytes.
-_LARGEST_CSV = MAX_ROWS * 100
+_MAX_CSV_BYTES = MAX_ROWS * 100
 _SIZES = {
     "pp_size": "pipeline",
     "dp_size": "data",
@@ -144,7 +144,7 @@ def _read_csv(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str] | None
     import pyarrow
     import pyarrow.csv
 
-    if path.stat().st_size > _LARGEST_CSV:
+    if path.stat().st_size > _MAX_CSV_BYTES:
         raise FileError(f"{path.stat().st_size / 1e9:.1f} GB of CSV; cut it to fewer steps, or make it a parquet file")
     try:
         names = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
@@ -186,7 +186,7 @@ def read_sizes(path: Path) -> JobSizes:
     import yaml
 
     try:
-        if path.stat().st_size > _LARGEST_YAML:
+        if path.stat().st_size > _MAX_YAML_BYTES:
             raise FileError("too large for a file of metadata; give the job's YAML")
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

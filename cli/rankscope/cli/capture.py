@@ -39,7 +39,7 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
 # How long a cancelled capture is followed, to report the state of its ranks.
 CANCEL_SECONDS = 10.0
-_STEPS_MOST = 1_000_000
+_MAX_STEPS = 1_000_000
 _OPTIONS = ("shapes", "stacks", "memory", "flops", "modules", "allow_slowdown")
 _EPILOG = """\
 examples:
@@ -191,7 +191,7 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
     if arguments.warmup is not None:
         request.options.warmup_steps = _count("--warmup", arguments.warmup, 0)
     if arguments.steps is not None:
-        if not 1 <= arguments.steps <= _STEPS_MOST:
+        if not 1 <= arguments.steps <= _MAX_STEPS:
             raise CommandError(f"--steps {arguments.steps}: at least one step, as in --steps 3")
         request.steps = arguments.steps
     else:
@@ -211,7 +211,7 @@ def _check_nsight(request: pb.StartCaptureRequest) -> None:
 
 
 def _count(option: str, value: int, least: int) -> int:
-    if not least <= value <= _STEPS_MOST:
+    if not least <= value <= _MAX_STEPS:
         raise CommandError(f"{option} {value}: a number from {least} on is needed, as in {option} 3")
     return value
 

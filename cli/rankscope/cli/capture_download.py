@@ -47,7 +47,7 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 ATTEMPTS = 4
 PAUSE_SECONDS = 1.0
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-MOST_NOTES = 8
+MAX_NOTES = 8
 
 
 class DownloadError(CommandError):
@@ -273,9 +273,9 @@ def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
     lines += [Text(_sentence(text)) for text in findings(capture)]
     lines += [Text(_sentence(f"warning: {text}"), style="yellow") for text in slowdowns(capture)]
     noted = notes(capture)
-    lines += [Text(_sentence(f"note: {note}"), style="dim") for note in noted[:MOST_NOTES]]
-    if len(noted) > MOST_NOTES:
-        lines.append(Text(f"… and {len(noted) - MOST_NOTES} more notes: rankscope captures show {capture.id} --json"))
+    lines += [Text(_sentence(f"note: {note}"), style="dim") for note in noted[:MAX_NOTES]]
+    if len(noted) > MAX_NOTES:
+        lines.append(Text(f"… and {len(noted) - MAX_NOTES} more notes: rankscope captures show {capture.id} --json"))
     lines += [Text(_sentence(f"rank {rank}: {error}"), style="red") for rank, error in errors.items()]
     lines += [Text(line) for line in _where(capture, fetched)]
     for line in lines:

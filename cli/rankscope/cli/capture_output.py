@@ -227,7 +227,7 @@ def follow_again(
 # per change.
 
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 _FAILED = (pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED)
 
 
@@ -265,7 +265,7 @@ class LiveProgress:
         )
         if capture is None or self._download:
             return self._spinner
-        shown = rows(capture.ranks, min(MOST_ROWS, max(1, self._console.height - 6)))
+        shown = rows(capture.ranks, min(MAX_ROWS, max(1, self._console.height - 6)))
         parts: list[RenderableType] = [self._spinner, state_table(shown)]
         if len(shown) < len(capture.ranks):
             parts.append(Text(f"… of {len(capture.ranks)} ranks: {tally(capture)}", style="dim"))
@@ -292,11 +292,11 @@ class LineProgress:
             if self._states.get(entry.rank) != entry.state:
                 self._states[entry.rank] = entry.state
                 # For many ranks: one line per cause of failure, and a tally of the others.
-                if len(capture.ranks) <= MOST_ROWS or entry.state in _FAILED:
+                if len(capture.ranks) <= MAX_ROWS or entry.state in _FAILED:
                     changed.setdefault((entry.state, what_happened(entry)), []).append(entry.rank)
         for (state, words), numbers in changed.items():
             self.say(f"{ranks_text(numbers)}: {state_word(state)}{f' ({words})' if words else ''}")
-        if len(capture.ranks) > MOST_ROWS and tally(capture) != self._tally:
+        if len(capture.ranks) > MAX_ROWS and tally(capture) != self._tally:
             self._tally = tally(capture)
             self.say(self._tally)
         text = headline(capture)

@@ -24,7 +24,7 @@ TOKEN_BYTES = 12 * 1024
 KUBECONFIG_BYTES = 4 << 20
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _NEXT = "next: kubectl create token ACCOUNT --audience rankscope > FILE, and --token-file FILE"
-MESSAGE_LIMIT_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 64 << 20
 PEM_BYTES = 1 << 20
 _LISTENS = "00010000"  # a flag in /proc/net/unix
 SYSTEM_SOCKET = "/run/rankscope/daemon.sock"
@@ -145,7 +145,7 @@ def connect(arguments: argparse.Namespace) -> tuple[str, grpc.Channel]:
     endpoint = endpoint_of(arguments)
     target = target_of(endpoint.connect)
     options: list[tuple[str, Any]] = [
-        ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         # A request and its token are for the server, not for a web proxy from the environment.
         ("grpc.enable_http_proxy", 0),
     ]

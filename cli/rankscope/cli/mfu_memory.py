@@ -18,7 +18,7 @@ from rankscope.cli.mfu_request import Asked, QuantityError, read_count
 from rankscope.cli.terminal import Terminal, make_table
 
 _PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "transient_bytes")
-_MOST_STAGES = 4096
+_MAX_STAGES = 4096
 _SPLIT = ("before_trace_bytes", "forward_bytes", "backward_bytes", "optimizer_bytes")
 _WORDS = ("held before the trace began", "allocated in forward", "in backward", "in the optimizer")
 
@@ -57,7 +57,7 @@ def predict(arguments: argparse.Namespace, asked: Asked) -> tuple[StageMemory, .
         zero=arguments.zero,
         sequence_parallel=arguments.sequence_parallel,
     )
-    if spread.pipeline > min(len(asked.shape.layers), _MOST_STAGES):
+    if spread.pipeline > min(len(asked.shape.layers), _MAX_STAGES):
         raise QuantityError(f"--pp: {spread.pipeline} stages for {len(asked.shape.layers)} layers")
     if spread.sequence_parallel and spread.tensor == 1:
         raise QuantityError("--sequence-parallel: splits over --tp, which is 1")

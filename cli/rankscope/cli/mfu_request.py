@@ -23,7 +23,7 @@ from rankscope.analysis.models.model_shape import Counting, ModelShape, count_fl
 
 _POWERS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:e([+-]?[0-9]{1,4}))?\s*([KMBGT]?)", re.IGNORECASE)
-MOST_CONFIG_BYTES = 16 * 2**20
+MAX_CONFIG_BYTES = 16 * 2**20
 _MODEL_OPTIONS = ("params", "model_config", "flops_per_token", "flops_per_step")
 
 
@@ -134,9 +134,9 @@ def understand(arguments: argparse.Namespace) -> Asked:
 
 def read_shape(path: Path) -> ModelShape:
     with path.open("rb") as file:
-        data = file.read(MOST_CONFIG_BYTES + 1)
-    if len(data) > MOST_CONFIG_BYTES:
-        raise ConfigError(f"{path}: more than {MOST_CONFIG_BYTES >> 20} MiB; a config.json is a few kilobytes")
+        data = file.read(MAX_CONFIG_BYTES + 1)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: more than {MAX_CONFIG_BYTES >> 20} MiB; a config.json is a few kilobytes")
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from rich.text import Text
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.changes import CHANGES, Change, bucket, faster
 from rankscope.analysis.replay.graph import ReplayError
-from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast, gain_words
+from rankscope.analysis.replay.prediction import MIN_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast, gain_words
 from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import refuse, to_stdout
@@ -180,7 +180,7 @@ def _print_predictions(found: Forecast, console: Terminal) -> None:
         console.print(table)
         console.print()
     for one in known:
-        if one.gain >= LEAST_GAIN_RATIO and len(one.changes) == 1:
+        if one.gain >= MIN_GAIN_RATIO and len(one.changes) == 1:
             change = one.changes[0]
             console.print(Text(f"{change.name}: {change.remedy}; costs {change.costs}"))
     for reason, names in not_applicable(found).items():

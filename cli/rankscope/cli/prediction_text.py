@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankscope.analysis.quantities import count, quantity, shorten
-from rankscope.analysis.replay.prediction import LEAST_HOST_FACTOR, MOST_ERROR_RATIO, Forecast, Prediction, gain_words
+from rankscope.analysis.replay.prediction import MAX_ERROR_RATIO, MIN_HOST_FACTOR, Forecast, Prediction, gain_words
 
 # Names of kernels can be thousands of characters long.
 _NAME_CHARACTERS = 76
@@ -39,7 +39,7 @@ def facts(found: Forecast, ranks: int, step_ms: float | None) -> list[str]:
     recorded = f"a step of {quantity(found.recorded_step_ns / 1000, 'us')} was recorded on {count(ranks, 'rank')}"
     if not found.is_usable:
         return [
-            f"{recorded}; the replay differs by {error}, more than {percent(MOST_ERROR_RATIO)}.",
+            f"{recorded}; the replay differs by {error}, more than {percent(MAX_ERROR_RATIO)}.",
             f"It drifts apart before {shorten(found.diverges_at, _NAME_CHARACTERS)}.",
         ]
     return [f"{recorded}; the replay differs by {error}", _host_line(found, step_ms)]
@@ -52,7 +52,7 @@ def _host_line(found: Forecast, step_ms: float | None) -> str:
         known = "sleeping, reading and communication take the step's time" if step_ms else "--step-ms MS corrects it"
         return f"host time as recorded, slowed by the profiler; {known}"
     why = "the step does not depend on it" if step_ms is not None else "give --step-ms MS for one gain"
-    least = f"{100 * LEAST_HOST_FACTOR:.0f} to 100 %"
+    least = f"{100 * MIN_HOST_FACTOR:.0f} to 100 %"
     return f"without the profiler the host takes {least} of its recorded time; {why}"
 
 

@@ -22,7 +22,7 @@ from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 
 QUERY_SECONDS: Final = 60.0
-PPROF_LIMIT_BYTES: Final = 64 << 20
+MAX_PPROF_BYTES: Final = 64 << 20
 PROBLEMS_SHOWN: Final = 16
 
 
@@ -54,7 +54,7 @@ class ProfileClient:
         size = 0
         for part in self._stub.QueryProfile(pb.QueryProfileRequest(selection=selection), timeout=QUERY_SECONDS):
             size += len(part.pprof)
-            if size > PPROF_LIMIT_BYTES:
+            if size > MAX_PPROF_BYTES:
                 raise CommandError("the profile is too large; name fewer --ranks or a shorter --since", Exit.REFUSED)
             parts.append(part.pprof)
             warn(part.problems)

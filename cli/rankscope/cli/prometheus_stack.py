@@ -49,7 +49,7 @@ LINKS = {
     "dashboard_url": "https://grafana.example",
     "console_url": "https://console.example",
 }
-LEAST_GROUP_SECONDS = 1.0
+MIN_GROUP_SECONDS = 1.0
 # A range of the rules must hold a few scrapes.
 SCRAPES_PER_RANGE = 5
 
@@ -184,7 +184,7 @@ def alertmanager_config(
 ) -> dict[str, Any]:
     """The example that comes with the rules, with receivers that exist: Rankscope's for captures, and the webhook
     for notifications to people."""
-    config: dict[str, Any] = _read_yaml(hurry(example, pace.hurry_factor, LEAST_GROUP_SECONDS))
+    config: dict[str, Any] = _read_yaml(hurry(example, pace.hurry_factor, MIN_GROUP_SECONDS))
     authorization = {"type": "Bearer", "credentials_file": str(token_file)}
     captures = {"url": receiver_url, "send_resolved": False, "http_config": {"authorization": authorization}}
     others = [] if webhook_url is None else [{"url": webhook_url, "send_resolved": True}]

@@ -42,7 +42,7 @@ _INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 _MAX_SHARDS = 10_000
 _MAX_PART_BYTES = 1 << 30
 _TOP_KERNELS = 10
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 _NAME_CHARACTERS = 60
 
 
@@ -207,10 +207,10 @@ def read_part(path: Path) -> tuple[PartHeader, list[CaptureRow]]:
 
 def _report(rows: Iterable[CaptureRow], arguments: argparse.Namespace) -> int:
     report = capture_report(rows)
-    for text in report.broken[:_MOST_ROWS]:
+    for text in report.broken[:_MAX_ROWS]:
         to_stderr(f"warning: {text}")
-    if len(report.broken) > _MOST_ROWS:
-        to_stderr(f"warning: {len(report.broken) - _MOST_ROWS:,} more files left out (--json has all)")
+    if len(report.broken) > _MAX_ROWS:
+        to_stderr(f"warning: {len(report.broken) - _MAX_ROWS:,} more files left out (--json has all)")
     if not report.captures:
         raise CommandError("no trace could be read; next step: name directories that hold captures")
     encoded = msgspec.json.encode(report) + b"\n"
@@ -276,7 +276,7 @@ def print_report(report: CaptureReport) -> None:
 
 def _print_rows(console: Terminal, rows: Sequence[Sequence[str]], left: Sequence[str]) -> None:
     if len(rows) > 1:
-        console.print_rows(rows, left, _MOST_ROWS)
+        console.print_rows(rows, left, _MAX_ROWS)
 
 
 def _percent(ratio: float) -> str:

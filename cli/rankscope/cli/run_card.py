@@ -36,7 +36,7 @@ from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 # A verdict needs several windows.
 SHORT_SECONDS = 20.0
 # One value per window: a week of them.
-WINDOWS_KEPT = 300_000
+MAX_WINDOWS = 300_000
 PROBLEMS_SHOWN = 3
 RANKS_SHOWN = 32
 GROUPS_SHOWN = 3
@@ -141,7 +141,7 @@ class JobSummary:
         if not timed or state.step_seconds is None:
             return True
         self.windows = timed
-        if len(self.step_seconds) < WINDOWS_KEPT:
+        if len(self.step_seconds) < MAX_WINDOWS:
             self.step_seconds.append(state.step_seconds)
         compared = state.self_and_wait_seconds
         for window in timed:

@@ -37,8 +37,8 @@ _COLUMNS = {
     "iteration_time": "s",
     "iter_time": "s",
 }
-MOST_STEPS = 200_000_000
-MOST_JSON_BYTES = 1 << 30
+MAX_STEPS = 200_000_000
+MAX_JSON_BYTES = 1 << 30
 _CHUNK_BYTES = 4 << 20
 _HEAD_BYTES = 1 << 20
 
@@ -61,8 +61,8 @@ def read_text(path: Path, unit: str | None) -> Floats:
                 list(_numbers_of(path, lines, number))  # raises with the line number
             number += len(lines)
             steps += len(values)
-            if steps > MOST_STEPS:
-                raise StepFileError(f"{path}: more than {MOST_STEPS:,} steps")
+            if steps > MAX_STEPS:
+                raise StepFileError(f"{path}: more than {MAX_STEPS:,} steps")
             chunks.append(values)
     return _scaled(np.concatenate(chunks) if chunks else np.zeros(0), unit or "s")
 
@@ -78,8 +78,8 @@ def read_csv(path: Path, column: str | None, unit: str | None) -> Floats:
             if len(row) <= place:
                 raise StepFileError(f"{path}: line {number} has no column {name}")
             values.append(_time_of(path, row[place], f"line {number}"))
-            if len(values) > MOST_STEPS:
-                raise StepFileError(f"{path}: more than {MOST_STEPS:,} steps")
+            if len(values) > MAX_STEPS:
+                raise StepFileError(f"{path}: more than {MAX_STEPS:,} steps")
     return _scaled(np.array(values, dtype=np.float64), unit or guessed)
 
 
@@ -109,8 +109,8 @@ def read_json_lines(path: Path, column: str | None, unit: str | None) -> Floats:
 def read_json(path: Path, column: str | None, unit: str | None) -> Floats:
     """A list of times or of objects, an object that holds such a list, or the report of `rankscope analyze trace`."""
     with _open(path) as file:
-        text = file.read(MOST_JSON_BYTES + 1)
-    if len(text) > MOST_JSON_BYTES:
+        text = file.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
         raise StepFileError(f"{path}: too large for JSON; write one object per line")
     content = _parse(path, text, "")
     if isinstance(content, dict) and isinstance(content.get("ranks"), list):

@@ -182,7 +182,7 @@ def _number(value: float | None) -> float | None:
 
 
 # The scale spans at least this much, or the noise of a healthy job would look like a finding.
-LEAST_TOP = 1.1
+MIN_TOP = 1.1
 RANKS_ON_PAGE = 512
 
 
@@ -195,7 +195,7 @@ def draw_svg(report: TimelineReport) -> str:
         column_title="data-parallel rank",
         value_title="slowdown",
         low=1.0,
-        high=max(LEAST_TOP, float(report.decomposition.worker_score.max())),
+        high=max(MIN_TOP, float(report.decomposition.worker_score.max())),
     )
 
 

@@ -32,7 +32,7 @@ HEAD_BYTES = 16 << 10
 SILENCE_SECONDS = 5.0
 STOP_SECONDS = 3.0
 THREAD_SECONDS, THREAD_LOOKS = 1.0, 10
-REFUSALS_REMEMBERED = 256
+MAX_REFUSALS = 256
 BURST_SECONDS = 5.0
 PAUSE_SECONDS = 0.5
 TEXT, JSON = "text/plain; charset=utf-8", "application/json"
@@ -231,7 +231,7 @@ class HttpServer(HTTPServer):
     def _attend(self, caller: _Caller, client_address: Any) -> None:
         try:
             if self._tls is not None:
-                self._shake_hands(caller, self._tls)
+                self._tls_handshake(caller, self._tls)
             _Handler(caller, client_address, self)
         except ssl.SSLError as error:
             self._log_refusal(str(client_address[0]), error)
@@ -252,11 +252,11 @@ class HttpServer(HTTPServer):
         refusal = (address, reason)
         if not reason or isinstance(error, ssl.SSLEOFError) or refusal in self._logged:
             return
-        if len(self._logged) < REFUSALS_REMEMBERED:
+        if len(self._logged) < MAX_REFUSALS:
             self._logged.add(refusal)
             log.warning("port %d: refused %s: %s", self.port, address, reason.lower().replace("_", " "))
 
-    def _shake_hands(self, caller: _Caller, tls: FollowedTls) -> None:
+    def _tls_handshake(self, caller: _Caller, tls: FollowedTls) -> None:
         """In the caller's own thread: a silent one delays nobody else."""
         context = tls.context()
         if context is None:

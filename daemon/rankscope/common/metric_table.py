@@ -24,7 +24,7 @@ from rankscope.common.text import printable
 
 LABEL_CHARACTERS: Final = 128
 # Prometheus asks for one of a few formats; a caller could invent any number.
-FORMATS_KEPT: Final = 8
+MAX_FORMATS: Final = 8
 ANY: Final = ()  # values of a label that is not a closed set
 FULL_ONLY: Final = ()  # `standard` of a metric that only metrics_detail = full has
 
@@ -133,7 +133,7 @@ class MetricsPage:
         with self._lock:  # callers at the same time wait for one rendering
             self._refresh()
             accept = request.headers.get("Accept", "")
-            encode, content_type = choose_encoder(accept if len(self._bodies) < 2 * FORMATS_KEPT else "")
+            encode, content_type = choose_encoder(accept if len(self._bodies) < 2 * MAX_FORMATS else "")
             if names is not None:
                 body = encode(_Families(list(self._selected(frozenset(names)))))
                 return Response(200, body, content_type)

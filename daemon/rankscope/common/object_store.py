@@ -15,7 +15,7 @@ from rankscope.common.text import one_line
 
 ATTEMPTS: Final = 5
 FIRST_PAUSE_SECONDS: Final = 1.0
-MESSAGE_LIMIT: Final = 300
+MAX_MESSAGE_CHARACTERS: Final = 300
 # Retrying does not help: no such bucket, no permission, no client for this kind of URL, a bad URL.
 _HOPELESS: Final = (PermissionError, FileNotFoundError, NotADirectoryError, ImportError, ValueError)
 
@@ -95,4 +95,4 @@ def _why(error: Exception, url: str) -> str:
     secret = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
     for hidden in filter(None, (secret, *secret.split(":"))):
         text = text.replace(hidden, "…")
-    return one_line(f"{shown(url)}: {type(error).__name__}: {text}", MESSAGE_LIMIT)
+    return one_line(f"{shown(url)}: {type(error).__name__}: {text}", MAX_MESSAGE_CHARACTERS)

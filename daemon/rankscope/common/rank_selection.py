@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-TEXT_LIMIT = 4096
-RANKS_MOST = 131_072
+MAX_TEXT_CHARACTERS = 4096
+MAX_RANKS = 131_072
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 ALL = "all"
 STRAGGLER = "straggler"
@@ -45,7 +45,7 @@ def numbered_ranks(text: str, world_size: int | None = None, words: Collection[s
     wanted = text.strip() or ALL
     if wanted == ALL:
         return []
-    if len(wanted) > TEXT_LIMIT:
+    if len(wanted) > MAX_TEXT_CHARACTERS:
         raise ChoiceError(f"ranks: a list of {len(wanted)} characters; use ranges, as in 0-511")
     chosen: set[int] = set()
     for part in wanted.split(","):
@@ -59,8 +59,8 @@ def numbered_ranks(text: str, world_size: int | None = None, words: Collection[s
         if world_size is not None and last >= world_size:
             raise UnknownRankError(f"ranks {part.strip()}: the job has ranks 0 to {world_size - 1}")
         # A job is as large as one of its processes claims: a list of ten million numbers would take a gigabyte.
-        if last - first + len(chosen) >= RANKS_MOST:
-            raise ChoiceError(f"ranks {part.strip()}: {RANKS_MOST} at most can be named at a time")
+        if last - first + len(chosen) >= MAX_RANKS:
+            raise ChoiceError(f"ranks {part.strip()}: {MAX_RANKS} at most can be named at a time")
         chosen.update(range(first, last + 1))
     return sorted(chosen)
 

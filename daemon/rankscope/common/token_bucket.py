@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-KEYS_REMEMBERED = 4096
+MAX_KEYS = 4096
 
 
 class TokenBucket:
@@ -84,5 +84,5 @@ class KeyedTokenBuckets:
         self._buckets.move_to_end(key)
         if bucket.available(self._monotonic()) >= self._burst:
             del self._buckets[key]
-        while len(self._buckets) > KEYS_REMEMBERED:
+        while len(self._buckets) > MAX_KEYS:
             self._buckets.popitem(last=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
-PATIENCE_SECONDS, LEAST_PATIENCE_SECONDS = 0.2, 0.05
+PATIENCE_SECONDS, MIN_PATIENCE_SECONDS = 0.2, 0.05
 # A thread that is ready to run and does not get to it waits for a CPU, not for the process that it reads. It is waited
 # for longer, but not without end.
 LOOKS_AT_A_READY_THREAD: Final = 20
@@ -23,7 +23,7 @@ RUNNING_TICKS: Final = 5
 BLOCKS_PER_OWNER: Final = 16
 REMEMBERED_SECONDS: Final = 60.0
 # A thread that is left behind costs some tens of kilobytes.
-LEFT_BEHIND_AT_MOST: Final = 256
+MAX_LEFT_BEHIND: Final = 256
 _NOTHING: Final = object()
 
 Item = TypeVar("Item")
@@ -96,7 +96,7 @@ class BlockingReads:
         """How many reads were done when it made no progress any more; None when it has ended. The more processes block,
         the less is waited for the next one."""
         done, looks, first_ticks = -1, 0, 0
-        while not sweep.has_ended.wait(max(LEAST_PATIENCE_SECONDS, PATIENCE_SECONDS / (1 + len(self._blocks)))):
+        while not sweep.has_ended.wait(max(MIN_PATIENCE_SECONDS, PATIENCE_SECONDS / (1 + len(self._blocks)))):
             if done != sweep.done or sweep.item is _NOTHING:
                 # A thread that has not begun yet has all of the patience when it begins.
                 done, looks = -1 if sweep.item is _NOTHING else sweep.done, 0
@@ -122,7 +122,7 @@ class BlockingReads:
         allowed: deque[Item] = deque()
         for item in todo:
             process = process_of(item)
-            is_skipped = process in left_behind or len(left_behind) >= LEFT_BEHIND_AT_MOST
+            is_skipped = process in left_behind or len(left_behind) >= MAX_LEFT_BEHIND
             is_skipped = is_skipped or (bool(often) and self._owner_of(process) in often)
             (blocked if is_skipped else allowed).append(item)
         return allowed

@@ -12,8 +12,8 @@ from rankscope.daemon import procfs
 
 # Where a container runtime mounts what the container's cgroup namespace shows; the host's tree is mounted elsewhere.
 OWN_ROOT: Final = Path("/sys/fs/cgroup")
-FOLDERS_LIMIT: Final = 100_000
-LEVELS_LIMIT: Final = 8
+MAX_FOLDERS: Final = 100_000
+MAX_LEVELS: Final = 8
 _V1_CPU_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
 _V1_UNLIMITED_BYTES: Final = 1 << 60
 
@@ -67,7 +67,7 @@ class CpuThrottling:
         if group is None or folder is None:
             return Throttled()
         seconds_by_group = {}
-        for level in (folder, *folder.parents)[:LEVELS_LIMIT]:
+        for level in (folder, *folder.parents)[:MAX_LEVELS]:
             seconds = _read_throttled_seconds(f"{level}/cpu.stat")
             if seconds is not None:
                 seconds_by_group[str(level)] = seconds
@@ -136,7 +136,7 @@ class OwnGroup:
         looked_at = 0
         for parent, names, _ in os.walk(hierarchy):
             looked_at += len(names)
-            if looked_at > FOLDERS_LIMIT:
+            if looked_at > MAX_FOLDERS:
                 return None
             for name in names:
                 folder = Path(parent, name)

@@ -18,7 +18,7 @@ from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 LINE_CHARACTERS = 600
 REPEAT_SECONDS = 60.0
 LINES_PER_OWNER = 128  # in that time
-KEYS_KEPT = 16_384
+MAX_KEYS = 16_384
 
 Sample = TypeVar("Sample")
 
@@ -150,10 +150,10 @@ class ProblemLog:
         if now - self._counted_since >= REPEAT_SECONDS:
             self._lines.clear()
             self._counted_since = now
-        if len(self._logged) >= KEYS_KEPT:
+        if len(self._logged) >= MAX_KEYS:
             self._logged = {old: at for old, at in self._logged.items() if now - at < REPEAT_SECONDS}
         self._lines[owner] += 1
-        if self._lines[owner] > LINES_PER_OWNER or len(self._logged) >= KEYS_KEPT:
+        if self._lines[owner] > LINES_PER_OWNER or len(self._logged) >= MAX_KEYS:
             if self._lines[owner] == LINES_PER_OWNER + 1:
                 self._log.warning("%s has more problems, which are not logged for a minute", printable(owner, 100))
             return

@@ -106,7 +106,7 @@ def _uses_kineto(rank: RankProcess) -> bool:
 def has_ring(proc_root: Path, pid: int) -> bool | None:
     """None if the process does not let us look."""
     try:
-        return procfs.ring_inode(procfs.RingSearch(f"{proc_root}/{pid}"), procfs.DESCRIPTORS_LIMIT) is not None
+        return procfs.ring_inode(procfs.RingSearch(f"{proc_root}/{pid}"), procfs.MAX_DESCRIPTORS) is not None
     except PermissionError:
         return None
     except OSError:

@@ -30,7 +30,7 @@ from rankscope.daemon.network.ports import read_ports
 CAP_SYS_PTRACE = 19
 PYTHON_NEEDED = (3, 10)
 SAMPLING_SECONDS = 20
-PROCESSES_LOOKED_AT = 2000
+MAX_PROCESSES = 2000
 PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "numpy", "prometheus_client", "google.protobuf")
 # How long NVML may take to open, and to take the two readings that make the first profile.
 OPENING_SECONDS = 20.0
@@ -108,7 +108,7 @@ def may_read_memory(config: Config) -> Iterator[Finding]:
 def may_read_other_users(config: Config) -> Iterator[Finding]:
     own = os.geteuid()
     seen = refused = 0
-    for process in sorted(Path(config.proc_root).glob("[0-9]*"))[:PROCESSES_LOOKED_AT]:
+    for process in sorted(Path(config.proc_root).glob("[0-9]*"))[:MAX_PROCESSES]:
         try:
             if process.stat().st_uid == own:
                 continue

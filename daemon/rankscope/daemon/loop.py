@@ -127,10 +127,6 @@ class Daemon:
             grpc_targets=() if self._grpc is None else self._grpc.targets,
         )
 
-    def subscribe(self, callback: Callable[[Tick], None]) -> Callable[[], None]:
-        """Call `callback` with every tick in the daemon's thread; it must not block. The result unsubscribes."""
-        return self.publisher.subscribe(callback)
-
     def snapshot(self) -> Snapshot:
         return Snapshot(self._status, self._reports)
 

@@ -22,14 +22,14 @@ from rankscope.probe import ring_layout
 GONE: Final = (FileNotFoundError, ProcessLookupError)
 
 CLOCK_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
-ENVIRON_LIMIT_BYTES: Final = 256 * 1024
-VALUE_LIMIT_BYTES: Final = 8192
-MAPS_LIMIT_BYTES: Final = 16 * 1024 * 1024
-SMALL_FILE_LIMIT_BYTES: Final = 16 * 1024
-DESCRIPTORS_LIMIT: Final = 16_384
+MAX_ENVIRON_BYTES: Final = 256 * 1024
+MAX_VALUE_BYTES: Final = 8192
+MAX_MAPS_BYTES: Final = 16 * 1024 * 1024
+MAX_SMALL_FILE_BYTES: Final = 16 * 1024
+MAX_DESCRIPTORS: Final = 16_384
 DESCRIPTORS_PER_LOOK: Final = 512
 PASSES_PER_PAUSE: Final = 8
-THREADS_LIMIT: Final = 4096
+MAX_THREADS: Final = 4096
 RING_LINKS: Final = (f"/memfd:{ring_layout.RING_NAME} (deleted)", f"/memfd:{ring_layout.RING_NAME}")
 READ_WRITE: Final = stat.S_IRUSR | stat.S_IWUSR
 
@@ -77,7 +77,7 @@ class Status:
     involuntary_switches: int | None
 
 
-def read_bounded(path: str, limit_bytes: int = SMALL_FILE_LIMIT_BYTES) -> bytes:
+def read_bounded(path: str, limit_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         data = os.read(descriptor, limit_bytes)
@@ -210,7 +210,7 @@ def thread_ids(process: str, name_prefix: bytes) -> frozenset[int]:
     """Ids, in all their namespaces, of the threads whose names begin so."""
     found: set[int] = set()
     with suppress(OSError):  # it ended in between
-        for thread in islice(os.scandir(process + "/task"), THREADS_LIMIT):
+        for thread in islice(os.scandir(process + "/task"), MAX_THREADS):
             if read_bounded(thread.path + "/comm").startswith(name_prefix):
                 found.update(read_status(thread.path).namespace_pids)
     return frozenset(found)
@@ -220,8 +220,8 @@ class Environment:
     """The variables that a process was started with. They are searched for, since a process may have any number."""
 
     def __init__(self, process: str) -> None:
-        data = read_bounded(process + "/environ", ENVIRON_LIMIT_BYTES)
-        if len(data) >= ENVIRON_LIMIT_BYTES:
+        data = read_bounded(process + "/environ", MAX_ENVIRON_BYTES)
+        if len(data) >= MAX_ENVIRON_BYTES:
             data = data[: data.rfind(b"\0")]  # cut in the middle
         self._data = b"\0" + data + b"\0"
 
@@ -231,11 +231,11 @@ class Environment:
         if start < 0:
             return None
         start += len(name) + 2
-        end = min(self._data.index(b"\0", start), start + VALUE_LIMIT_BYTES)
+        end = min(self._data.index(b"\0", start), start + MAX_VALUE_BYTES)
         return self._data[start:end].decode("utf-8", "replace")
 
 
-def find_torch(process: str, limit_bytes: int = MAPS_LIMIT_BYTES) -> tuple[bool, int]:
+def find_torch(process: str, limit_bytes: int = MAX_MAPS_BYTES) -> tuple[bool, int]:
     """Whether the process has loaded torch, and how many bytes were read to see it."""
     descriptor = os.open(process + "/maps", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -291,7 +291,7 @@ class DescriptorSearch:
         # Most places of a table are empty: a list of the others costs less than a look at each.
         if self._next == 0 and len(listed := self._listed(descriptors + 1)) <= descriptors:
             return self._first_of(listed)
-        last = min(DESCRIPTORS_LIMIT, self._table_size())
+        last = min(MAX_DESCRIPTORS, self._table_size())
         if (found := self._first_of(range(self._next, min(self._next + descriptors, last)))) is not None:
             return found
         self._next += descriptors

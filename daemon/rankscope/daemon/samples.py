@@ -237,7 +237,7 @@ class StackSample:
     samples: int
     errors: int
     phase_counts: Mapping[str, int]
-    frames: tuple[FrameCount, ...]  # the largest, at most FRAMES_KEPT
+    frames: tuple[FrameCount, ...]  # the largest, at most MAX_FRAMES
     distinct_stacks: int
 
 

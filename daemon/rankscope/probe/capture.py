@@ -38,7 +38,7 @@ from .step_boundary import training_thread_id
 KEEP_AT_EXIT_SECONDS = 0.5
 # Stopping needs six times the memory that recording took, and the trace once more (measured, torch 2.13).
 MEMORY_FACTOR = 8
-MEMORY_AT_LEAST_BYTES = 256 << 20
+MIN_MEMORY_BYTES = 256 << 20
 
 
 class State(Enum):
@@ -306,7 +306,7 @@ class Captures:
     def _warm_up(self, now: Scheduled, step: int) -> None:
         capture = now.capture
         left_bytes = memory_left_bytes()
-        if left_bytes is not None and left_bytes < MEMORY_AT_LEAST_BYTES:
+        if left_bytes is not None and left_bytes < MIN_MEMORY_BYTES:
             why = "only {} MB of memory are left, too little for a trace".format(left_bytes >> 20)
             self._give_up(capture, why)
             return

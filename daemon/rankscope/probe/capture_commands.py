@@ -16,13 +16,13 @@ from typing import Any, Callable, Dict, NamedTuple, Optional
 from . import ring_layout
 from .ring import Ring
 
-STEPS_LIMIT = 1000
-LENGTH_LIMIT_NS = 120_000_000_000
-PATIENCE_LIMIT_NS = 3600_000_000_000
+MAX_STEPS = 1000
+MAX_LENGTH_NS = 120_000_000_000
+MAX_PATIENCE_NS = 3600_000_000_000
 # How long a trace is kept for the daemon, which copies it as soon as it is there. It takes memory of the container.
 KEEP_SECONDS = 60.0
 # A command for another capture means that the trace is not wanted any more, but perhaps not by all daemons.
-KEEP_AT_LEAST_SECONDS = 2.0
+MIN_KEPT_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
 
@@ -59,15 +59,15 @@ def read_command(ring: Ring, mark: bytes) -> Optional[Command]:
 
 def refusal(command: Command, now_unix_ns: int) -> Optional[str]:
     """What is wrong with a request for a capture."""
-    if command.windows > ring_layout.WINDOWS_LIMIT:
-        return "asks for more than {} windows".format(ring_layout.WINDOWS_LIMIT)
+    if command.windows > ring_layout.MAX_WINDOWS:
+        return "asks for more than {} windows".format(ring_layout.MAX_WINDOWS)
     if (command.option_bits & (1 << ring_layout.MORE_WINDOWS_SHIFT) - 1) >> len(ring_layout.OPTIONS):
         return "asks for options that this probe does not know; upgrade the probe"
-    if not 0 < command.length_ns <= LENGTH_LIMIT_NS or command.steps > STEPS_LIMIT:
-        return "asks for more than {} steps or {} s".format(STEPS_LIMIT, LENGTH_LIMIT_NS // 10**9)
-    if command.start_step < 0 or max(command.wait_steps, command.warmup_steps) > STEPS_LIMIT:
+    if not 0 < command.length_ns <= MAX_LENGTH_NS or command.steps > MAX_STEPS:
+        return "asks for more than {} steps or {} s".format(MAX_STEPS, MAX_LENGTH_NS // 10**9)
+    if command.start_step < 0 or max(command.wait_steps, command.warmup_steps) > MAX_STEPS:
         return "asks for a start that cannot be"
-    if not 0 < command.give_up_unix_ns - now_unix_ns <= PATIENCE_LIMIT_NS:
+    if not 0 < command.give_up_unix_ns - now_unix_ns <= MAX_PATIENCE_NS:
         return "came too late, or waits for too long; are the clocks right?"
     return None
 
@@ -151,6 +151,6 @@ def _wait_until_unwanted(ring: Ring, number: int) -> None:
         if command is not None and command.verb == ring_layout.VERB_DROP and command.start_step == number:
             return
         is_another = command is not None and command.verb != ring_layout.VERB_DROP and command.number != number
-        if is_another and time.monotonic() > start + KEEP_AT_LEAST_SECONDS:
+        if is_another and time.monotonic() > start + MIN_KEPT_SECONDS:
             return
         time.sleep(POLL_SECONDS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, Dict, List, Optional
 
-KEPT_AT_MOST = 512  # events in store, per device
+MAX_KEPT = 512  # events in store, per device
 
 
 class Mark:
@@ -80,5 +80,5 @@ class CudaClock:
 
     def release(self, mark: Mark) -> None:
         kept = self._kept.setdefault(mark.device, [])
-        if len(kept) < KEPT_AT_MOST:
+        if len(kept) < MAX_KEPT:
             kept.append(mark.event)

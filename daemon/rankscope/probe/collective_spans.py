@@ -38,8 +38,8 @@ COST_BUDGET_RATIO = 0.003
 MARK_SECONDS = 40e-6
 # A step in so long is sampled, whatever it costs: rarer samples say nothing about a window.
 SAMPLED_EVERY_SECONDS = 1.0
-MARKS_AT_MOST = 4096  # in one step
-INPUTS_AT_MOST = 64
+MAX_MARKS = 4096  # in one step
+MAX_INPUTS = 64
 FIRST_RATE = 8
 
 
@@ -77,7 +77,7 @@ class Groups:
         number, size, position = described
         slot = self.slots.get((number, kind))
         if slot is None:
-            if len(self.slots) >= ring_layout.GROUPS_AT_MOST:
+            if len(self.slots) >= ring_layout.MAX_GROUPS:
                 return None
             slot = self.slots[number, kind] = Slot(number, size, position, kind)
         return slot
@@ -275,7 +275,7 @@ class Spans:
         def begin() -> Tuple[Optional[Sample], Optional[Mark]]:
             look()
             sample = self.sample
-            return sample, self._mark() if sample is not None and len(sample.inputs) < INPUTS_AT_MOST else None
+            return sample, self._mark() if sample is not None and len(sample.inputs) < MAX_INPUTS else None
 
         def end(sample: Optional[Sample], start: Optional[Mark]) -> None:
             passed = self._mark() if start is not None else None
@@ -443,7 +443,7 @@ class Spans:
 
     def _start(self) -> Optional[Mark]:
         sample = self.sample
-        return self._mark() if sample is not None and len(sample.spans) < MARKS_AT_MOST else None
+        return self._mark() if sample is not None and len(sample.spans) < MAX_MARKS else None
 
     def _mark(self) -> Optional[Mark]:
         """Never raises: after a failed kernel every call of CUDA does, and that error is the program's to see."""
@@ -476,7 +476,7 @@ class Spans:
     def _expect(self, work: Any, group: Any, kind: int, start: Optional[Mark]) -> None:
         if start is not None and self.clock is not None:
             self.clock.release(start)  # it is the wait that makes a stream stand still
-        if len(self._expected) >= MARKS_AT_MOST:
+        if len(self._expected) >= MAX_MARKS:
             self._expected.clear()
         self._expected[id(work)] = (weakref.ref(work), weakref.ref(group), kind)
 

@@ -54,7 +54,7 @@ def dump_recorder(torch: Any) -> bytes:
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None and pickle.loads(dump(includeCollectives=False)).get("pg_status"):
             content: bytes = dump(includeStackTraces=False)
-            if len(content) > ring_layout.RECORDER_BYTES_MOST:
+            if len(content) > ring_layout.MAX_RECORDER_BYTES:
                 raise ValueError("its records take {} bytes; set TORCH_FR_BUFFER_SIZE=2000".format(len(content)))
             return content
     raise ValueError("it holds no collectives; set TORCH_FR_BUFFER_SIZE=2000 in the job")

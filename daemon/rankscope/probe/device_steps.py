@@ -17,7 +17,7 @@ from .collective_spans import Sample, Spans
 from .ddp import Figures
 from .torch_timers import CHECKPOINT, LAST_END, STEPS
 
-PENDING_AT_MOST = 256
+MAX_PENDING = 256
 # A step's marks lie on several streams; where some are not passed by so many borders later, they are given up.
 PATIENCE_BORDERS = 16
 EPOCH_NS = 5_000_000_000
@@ -25,7 +25,7 @@ EPOCH_NS = 5_000_000_000
 # see the same step times, so that they leave out the same steps.
 ATYPICAL_RATIO = 1.5
 RECENT_STEPS = 15
-STEPS_REMEMBERED = 64
+MAX_STEPS = 64
 NAN = math.nan
 
 # end_ns, span_ns, seconds as layout.RECORD has them, flags, steps
@@ -99,7 +99,7 @@ class DeviceSteps:
     ) -> None:
         """The host has enqueued a step; `ledger` is the tally's, to be kept."""
         sample = self._spans.next_step(ledger[STEPS] + 1)
-        mark = self._clock.mark() if len(self._pending) < PENDING_AT_MOST else None
+        mark = self._clock.mark() if len(self._pending) < MAX_PENDING else None
         if mark is None:
             return  # the next border covers this step too
         self._spans.main_stream = mark.stream
@@ -115,7 +115,7 @@ class DeviceSteps:
             now_ns = time.monotonic_ns()
             if border.sample is not None and not all(map(self._clock.has_passed, border.sample.every_mark())):
                 self._patience -= 1
-                if self._patience > 0 and len(self._pending) < PENDING_AT_MOST:
+                if self._patience > 0 and len(self._pending) < MAX_PENDING:
                     return
                 border.sample = None
             self._patience = PATIENCE_BORDERS
@@ -148,7 +148,7 @@ class DeviceSteps:
         if steps == 1:
             self.on_step(border.ledger[STEPS], span_seconds)
         self._spans_by_step[border.ledger[STEPS]] = span_seconds if is_typical and steps == 1 else NAN
-        while len(self._spans_by_step) > STEPS_REMEMBERED:
+        while len(self._spans_by_step) > MAX_STEPS:
             del self._spans_by_step[next(iter(self._spans_by_step))]
         self._end_ns = max(self._end_ns, int(self._device_ns + self._offset.ns))
         host = (border.ledger[LAST_END] - before.ledger[LAST_END]) * 1e-9 if before else NAN

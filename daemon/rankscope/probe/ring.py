@@ -58,7 +58,7 @@ class Ring:
         offset = ring_layout.HEADER_BYTES + self.records % ring_layout.CAPACITY * ring_layout.RECORD_BYTES
         self.records += 1
         self.steps += steps
-        written = min(steps, ring_layout.STEPS_AT_MOST)
+        written = min(steps, ring_layout.MAX_STEPS)
         body = ring_layout.RECORD.pack(self.records, end_ns, span_ns, *seconds, flags, written)
         self._memory[offset : offset + ring_layout.RECORD_BYTES] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
         self._counters[0], self._counters[1] = self.records, self.steps

@@ -37,7 +37,6 @@ RING_BYTES = HEADER_BYTES + CAPACITY * RECORD_BYTES
 
 # magic, version, header bytes, record bytes, capacity, owner's pid (as the owner sees it), ring id (random)
 FIXED = struct.Struct("<8sIIIIqQ")
-FIXED_OFFSET = 0
 CHECKSUM = struct.Struct("<I")
 
 COUNTERS = struct.Struct("<QQ")
@@ -70,12 +69,12 @@ COMMAND_BODY_OFFSET = COMMAND_OFFSET + 8
 VERB_CAPTURE = 1
 VERB_DROP = 2  # forget the capture of the number that stands in the place of the step: cancelled, or fetched
 VERB_RECORDER = 3  # hand over the records of torch's flight recorder, in the same way as a trace
-RECORDER_BYTES_MOST = 4 << 20  # some 30,000 records
+MAX_RECORDER_BYTES = 4 << 20  # some 30,000 records
 OPTIONS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")  # bit 0 first
 # Above them: how many windows to record after the first, each after as many steps of waiting and warm-up. A probe that
 # cannot takes it for an option that it does not know, and says so.
 MORE_WINDOWS_SHIFT = 8
-WINDOWS_LIMIT = 20
+MAX_WINDOWS = 20
 # The last window begins within this much of the first.
 WINDOWS_SECONDS = 600
 
@@ -105,7 +104,7 @@ TABLE_HEAD = struct.Struct("<II")
 # A row per process group and kind: id (equal on all members), size, own position, kind, steps that were sampled,
 # seconds in collectives in these steps, seconds of these steps.
 GROUP = struct.Struct("<QIIIQdd")
-GROUPS_AT_MOST = 8
+MAX_GROUPS = 8
 GROUP_EXPOSED = 1  # the step's own stream (on a CPU: the training thread) stood still meanwhile
 GROUP_OVERLAPPED = 2  # on another stream: other work may have gone on
 GROUP_POINT_TO_POINT = 3  # exposed; members have different roles and are not comparable
@@ -123,7 +122,7 @@ MAX_RANGES = 32
 # record before: ddp forward, backward, communication, overlap; seconds: host, run-ahead, exposed communication, inside
 # backward passes (on a CPU); flags, steps
 RECORD = struct.Struct("<Qqq12fHH")
-STEPS_AT_MOST = 0xFFFF
+MAX_STEPS = 0xFFFF
 
 FLAG_DDP = 1  # DDP instances are watched: the wait of a step without DDP figures is unknown, not zero
 FLAG_DEVICE = 2  # timed on the device

@@ -44,7 +44,7 @@ from rankscope.operator.console.server import CERTIFICATE, ConsoleServer
 RECHECK_SECONDS = 30.0
 # Callers whose review is waited for; the API's own threads must not wait for the API server.
 REVIEWS_AT_ONCE = 16
-USER_CHARACTERS, GROUPS_MOST = 256, 256
+USER_CHARACTERS, MAX_GROUPS = 256, 256
 # Kubernetes' own: a proxy that is deceived must not make a caller one of them.
 SYSTEM = "system:"
 AUTHENTICATED = "system:authenticated"
@@ -142,7 +142,7 @@ class ProxyAuthentication:
         if not is_usable or user.startswith(SYSTEM):
             raise UnauthenticatedError("a proxy with an unusable user", "the proxy names no user that can be used")
         named = [group.strip() for value in shown.forwarded_groups for group in value.split(",")]
-        groups = [group for group in named if group and not group.startswith(SYSTEM)][:GROUPS_MOST]
+        groups = [group for group in named if group and not group.startswith(SYSTEM)][:MAX_GROUPS]
         return Caller(user, groups=(*groups, AUTHENTICATED))
 
     def _trusts(self, shown: Credentials, address: str) -> bool:

@@ -54,7 +54,7 @@ def test_each_key_has_its_own_bucket() -> None:
 
 
 def test_the_keys_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_bucket, "KEYS_REMEMBERED", 10)
+    monkeypatch.setattr(token_bucket, "MAX_KEYS", 10)
     buckets = KeyedTokenBuckets(1, 0.0)
     for number in range(50):
         assert buckets.take(str(number))

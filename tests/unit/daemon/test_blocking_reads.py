@@ -67,7 +67,7 @@ def test_an_owner_of_many_blocked_processes_loses_only_its_own(
     reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.03)
-    monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.03)
+    monkeypatch.setattr(blocking_reads, "MIN_PATIENCE_SECONDS", 0.03)
     node = Node()
     try:
         hostile = [f"a/blocked{number}" for number in range(40)]
@@ -106,7 +106,7 @@ def test_a_reader_that_begins_late_has_all_of_the_patience(
 
 def test_a_reader_waiting_for_a_cpu_is_not_left_behind(reads: BlockingReads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(blocking_reads, "MIN_PATIENCE_SECONDS", 0.01)
     ready, looks = [7] * 5, threading.Event()
 
     def ticks_of_ready(_: int) -> int | None:
@@ -132,7 +132,7 @@ def test_an_endless_reader_is_left_behind_sooner_if_it_computes(
     ticks_per_look: int, looks: int, reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(blocking_reads, "MIN_PATIENCE_SECONDS", 0.01)
     ticks = itertools.count(100, ticks_per_look)
     looked: list[int] = []
 

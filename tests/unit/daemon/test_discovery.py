@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.process_table import LARGE_BYTES_PER_SCAN, LOOK_AGAIN_SECONDS, LOOKS_PER_SCAN
-from rankscope.daemon.discovery.ranks import OWNERS_LIMIT, Discovered, RankDiscovery
+from rankscope.daemon.discovery.ranks import MAX_OWNERS, Discovered, RankDiscovery
 
 from .fake_proc import FakeProc, torchrun
 
@@ -278,13 +278,13 @@ def test_many_users_with_single_ranks_displace_no_watched_rank(proc: FakeProc) -
     found = discovery.scan()
     assert by_uid(proc, found)[1000] == 8
     assert sum(found.cut.values()) == 26
-    assert len(found.cut) == OWNERS_LIMIT + 1
+    assert len(found.cut) == MAX_OWNERS + 1
 
 
 def test_large_environments_take_turns_and_keep_nobody_else_waiting(proc: FakeProc) -> None:
-    large = 4 * LARGE_BYTES_PER_SCAN // procfs.ENVIRON_LIMIT_BYTES
+    large = 4 * LARGE_BYTES_PER_SCAN // procfs.MAX_ENVIRON_BYTES
     for pid in range(100, 100 + large):
-        proc.add(pid, {**torchrun(pid, 1000), "PADDING": "x" * (procfs.ENVIRON_LIMIT_BYTES - 1000)})
+        proc.add(pid, {**torchrun(pid, 1000), "PADDING": "x" * (procfs.MAX_ENVIRON_BYTES - 1000)})
     proc.add(5000, torchrun(0, 1000))
     discovery = RankDiscovery(proc.root)
     found: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.daemon.samples import GroupSpan, Problem, StepSample
 from rankscope.daemon.steps.collector import StepsCollector
-from rankscope.daemon.windows.window import BLIND, PROBLEMS_KEPT, RankSamples, assemble
+from rankscope.daemon.windows.window import BLIND, MAX_PROBLEMS, RankSamples, assemble
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.daemon import window_makers as make
@@ -40,7 +40,7 @@ def looked_at(collector: StepsCollector) -> StepSample:
         return sample_of(collector)
 
 
-@pytest.mark.parametrize("count", [ring_layout.GROUPS_AT_MOST + 1, 1000, 2**32 - 1])
+@pytest.mark.parametrize("count", [ring_layout.MAX_GROUPS + 1, 1000, 2**32 - 1])
 def test_a_table_that_claims_too_many_rows_is_not_read(count: int, writer: Writer, collector: StepsCollector) -> None:
     size = count * ring_layout.GROUP.size
     body = bytes(writer.write[BODY : BODY + min(size, ring_layout.HEADER_BYTES - BODY)])
@@ -51,8 +51,7 @@ def test_a_table_that_claims_too_many_rows_is_not_read(count: int, writer: Write
 
 def test_a_full_table_is_read(writer: Writer, collector: StepsCollector) -> None:
     rows = [
-        (number, 4, 2, ring_layout.GROUP_EXPOSED, 1, 0.01, 0.1)
-        for number in range(100, 100 + ring_layout.GROUPS_AT_MOST)
+        (number, 4, 2, ring_layout.GROUP_EXPOSED, 1, 0.01, 0.1) for number in range(100, 100 + ring_layout.MAX_GROUPS)
     ]
     writer.ring.write_groups(rows)
     assert [span.number for span in looked_at(collector).groups] == [row[0] for row in rows]
@@ -186,5 +185,5 @@ def test_a_rank_with_unseen_collectives_has_a_next_step() -> None:
 
 def test_the_problems_of_a_window_stay_bounded() -> None:
     blind = replace(make.steps(0.1, host=[0.01]), is_blind=True)
-    others = [Problem("stacks", "permission", f"problem {number}") for number in range(PROBLEMS_KEPT)]
-    assert len(window_of(blind, *others).problems) == PROBLEMS_KEPT
+    others = [Problem("stacks", "permission", f"problem {number}") for number in range(MAX_PROBLEMS)]
+    assert len(window_of(blind, *others).problems) == MAX_PROBLEMS

@@ -169,8 +169,8 @@ def test_every_subscriber_gets_every_tick_even_beside_one_that_fails() -> None:
     def fail(_: Tick) -> None:
         raise RuntimeError("a subscriber's fault")
 
-    watched.subscribe(fail)
-    unsubscribe = watched.subscribe(ticks.append)
+    watched.publisher.subscribe(fail)
+    unsubscribe = watched.publisher.subscribe(ticks.append)
     watched.tick(make.span(0))
     unsubscribe()
     watched.tick(make.span(1))

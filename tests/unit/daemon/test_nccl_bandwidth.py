@@ -158,7 +158,7 @@ def test_the_functions_with_most_bytes_are_kept() -> None:
     groups = [Operation((1 + place) * 1024, 100, name) for place, name in enumerate(names)]
     table = records([*groups, *(Operation(64 * MIB, 900, name, communicator=PAIR) for name in names[:3])])
     found = rates(table)
-    assert len(found) == ring_layout.GROUPS_AT_MOST
+    assert len(found) == ring_layout.MAX_GROUPS
     assert [one.number for one in found[:3]] == [PAIR & (1 << 53) - 1] * 3
     assert found == tuple(sorted(found, key=lambda one: -one.bytes_per_step))
 
@@ -203,7 +203,7 @@ def test_forged_records_give_bounded_rates(seed: int, ranks: int) -> None:
     table["seen_ns"] = table["stop_ns"]
     table["bytes"] >>= random.integers(0, 64, len(table)).astype("u8")
     found = rates(table, ranks)
-    assert bool(found) == (2 <= ranks <= 1 << 20) and len(found) <= ring_layout.GROUPS_AT_MOST
+    assert bool(found) == (2 <= ranks <= 1 << 20) and len(found) <= ring_layout.MAX_GROUPS
     assert len({(one.number, one.function) for one in found}) == len(found)
     for one in found:
         assert 0 < one.bytes_per_step <= nccl_bandwidth.MAX_ARRAY_BYTES * nccl_layout.CAPACITY

@@ -250,7 +250,7 @@ def test_bytes_that_inspector_cannot_count_are_unknown(job: Job) -> None:
 
 def test_communicators_are_bounded_in_number(job: Job) -> None:
     job.writer.write(*(operation(after(n / 20), 10, 0, communicator=f"{n + 1:#x}") for n in range(1000)))
-    assert len(job.read(1).groups) == ring_layout.GROUPS_AT_MOST
+    assert len(job.read(1).groups) == ring_layout.MAX_GROUPS
 
 
 def test_a_sparse_file_is_read_within_the_bounds(job: Job) -> None:

@@ -120,7 +120,7 @@ def test_the_busiest_communicators_are_kept() -> None:
     hashes = [1 + number for number in range(20)]
     operations = [(place, place + 0.5, hash_, ALL_REDUCE) for hash_ in hashes for place in range(hash_)]
     found, _ = told(operations, 100, known=hashes)
-    assert [span.number for span in found.groups] == list(range(20, 20 - ring_layout.GROUPS_AT_MOST, -1))
+    assert [span.number for span in found.groups] == list(range(20, 20 - ring_layout.MAX_GROUPS, -1))
 
 
 @pytest.mark.parametrize("value", [0, 1, 1 << 62, (1 << 64) - 1])

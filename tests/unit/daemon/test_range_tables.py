@@ -77,7 +77,7 @@ def test_a_broken_table_of_ranges_is_skipped(writer: Writer, collector: StepsCol
 
 def test_a_full_table_fits_before_the_records() -> None:
     size = ring_layout.TABLE_HEAD.size + ring_layout.MAX_RANGES * ring_layout.RANGE.size
-    groups = ring_layout.TABLE_HEAD.size + ring_layout.GROUPS_AT_MOST * ring_layout.GROUP.size
+    groups = ring_layout.TABLE_HEAD.size + ring_layout.MAX_GROUPS * ring_layout.GROUP.size
     assert ring_layout.GROUPS_OFFSET + groups <= ring_layout.RANGES_OFFSET
     assert ring_layout.RANGES_OFFSET + size <= ring_layout.HEADER_BYTES
 

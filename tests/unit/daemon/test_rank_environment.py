@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.daemon.discovery.rank_environment import (
-    JOB_LENGTH_LIMIT,
-    KEPT_LENGTH_LIMIT,
+    MAX_JOB_LENGTH,
+    MAX_KEPT_LENGTH,
     SCHEMES,
     Claim,
     InvalidClaim,
@@ -106,7 +106,7 @@ def test_long_names_of_different_jobs_stay_different() -> None:
     first = claim({**base, "TORCHELASTIC_RUN_ID": "x" * 500 + "a"}).job
     second = claim({**base, "TORCHELASTIC_RUN_ID": "x" * 500 + "b"}).job
     assert first != second
-    assert len(first) == JOB_LENGTH_LIMIT
+    assert len(first) == MAX_JOB_LENGTH
 
 
 def test_a_launcher_is_less_deep_than_the_ranks_it_starts() -> None:
@@ -117,7 +117,7 @@ def test_a_launcher_is_less_deep_than_the_ranks_it_starts() -> None:
 
 
 def test_only_a_few_bounded_variables_are_kept() -> None:
-    long = "x" * (KEPT_LENGTH_LIMIT + 1)
+    long = "x" * (MAX_KEPT_LENGTH + 1)
     environment = {"HF_TOKEN": "secret", "RANKSCOPE_PROBE": "1", "KINETO_USE_DAEMON": "1", "CUDA_VISIBLE_DEVICES": long}
     assert kept(environment) == {"KINETO_USE_DAEMON": "1"}
 
@@ -144,7 +144,7 @@ def test_no_environment_breaks_it_or_gets_past_the_checks(environment: dict[str,
         assert 0 <= found.rank < found.world_size
         assert 0 <= found.local_rank < found.world_size
         assert found.job.isprintable()
-        assert len(found.job) <= JOB_LENGTH_LIMIT
+        assert len(found.job) <= MAX_JOB_LENGTH
         assert "/" not in found.job
         assert found == read_claim(environment)
         assert 0 <= found.attempt < 2**31

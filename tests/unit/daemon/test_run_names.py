@@ -11,7 +11,7 @@ from rankscope.daemon.discovery.ranks import RankDiscovery
 from rankscope.daemon.export.metrics import Exporter
 from rankscope.daemon.loop import Daemon
 from rankscope.daemon.sampler import Collectors
-from rankscope.daemon.server.policies import NAMED_PODS_LIMIT, PODS_LIMIT, PolicyBoard
+from rankscope.daemon.server.policies import MAX_NAMED_PODS, MAX_PODS, PolicyBoard
 from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest, RunPolicy
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.fake_proc import FakeProc, torchrun
@@ -113,9 +113,9 @@ def test_what_is_no_name_of_a_run_is_refused(node: NamedNode, name: str) -> None
 
 
 def test_the_latest_named_pods_are_kept_up_to_a_limit(node: NamedNode) -> None:
-    for number in range(2 * NAMED_PODS_LIMIT // PODS_LIMIT):
-        node.name(*(f"{number}-{pod}" for pod in range(2 * PODS_LIMIT)), run=f"team/run-{number}")
-    assert len(node.board._runs) == NAMED_PODS_LIMIT
+    for number in range(2 * MAX_NAMED_PODS // MAX_PODS):
+        node.name(*(f"{number}-{pod}" for pod in range(2 * MAX_PODS)), run=f"team/run-{number}")
+    assert len(node.board._runs) == MAX_NAMED_PODS
     assert node.board.run_of_pod("0-0") is None
     assert node.board.run_of_pod(f"{number}-0") is not None
 

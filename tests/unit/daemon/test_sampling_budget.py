@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rankscope.daemon.stacks.sampling_budget import LEAST_RATE_HERTZ, Budget, plan_at, rate_ladder
+from rankscope.daemon.stacks.sampling_budget import MIN_RATE_HERTZ, Budget, plan_at, rate_ladder
 
 
 class Machine:
@@ -33,9 +33,9 @@ def test_recordings_make_the_samples_that_were_asked_for() -> None:
     for average in (100.0, 40.0, 10.0, 9.0, 6.0, 5.0, 4.4, 3.75, 3.0, 2.0, 1.0, 0.625, 0.1):
         plan = plan_at(average)
         assert plan is not None
-        assert plan.rate_hz >= LEAST_RATE_HERTZ
+        assert plan.rate_hz >= MIN_RATE_HERTZ
         assert plan.seconds * plan.rate_hz / plan.period_seconds == pytest.approx(average)
-        assert plan.has_pause == (average < LEAST_RATE_HERTZ)
+        assert plan.has_pause == (average < MIN_RATE_HERTZ)
     assert plan_at(0.0) is None
 
 
@@ -171,11 +171,11 @@ def test_before_any_measurement_the_thread_count_estimates_the_cost() -> None:
         few.observe(now, 0.0, 0.0, 4, threads=12)
         many.observe(now, 0.0, 0.0, 4, threads=80)
     assert few.rate_hertz == 10.0
-    assert many.rate_hertz == LEAST_RATE_HERTZ
+    assert many.rate_hertz == MIN_RATE_HERTZ
 
 
 def test_what_was_measured_wins_over_the_guess() -> None:
     budget = Budget(0.01, 10.0)
     for now in range(0, 200, 2):
         budget.observe(float(now), 0.0, 0.0001 * now, 4, threads=80)
-    assert budget.rate_hertz > LEAST_RATE_HERTZ
+    assert budget.rate_hertz > MIN_RATE_HERTZ

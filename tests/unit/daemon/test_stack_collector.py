@@ -24,7 +24,7 @@ from rankscope.daemon.samples import Problem, RankProcess, Recording, Span, Stac
 from rankscope.daemon.stacks import recording
 from rankscope.daemon.stacks.collector import HOLD_UP_SECONDS, StacksCollector
 from rankscope.daemon.stacks.pyspy import STUCK_PER_OWNER, Child, Ended, KilledChildren
-from rankscope.daemon.stacks.recording import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
+from rankscope.daemon.stacks.recording import MAX_FRAMES, MAX_LIBRARY_FRAMES, summarise
 from rankscope.daemon.stacks.sampling_budget import Budget, Plan
 from tests.support.waiting import wait_until
 
@@ -449,8 +449,8 @@ def test_cutting_keeps_own_frames_first_and_some_library_frames() -> None:
     stacks[tuple(Frame("deep", "/opt/site-packages/y.py", line) for line in range(100))] = 500
     sample = summarise(stacks, 0, SPAN)
     own = [count for count in sample.frames if count.frame.function == "own"]
-    assert len(sample.frames) == FRAMES_KEPT
-    assert [count.frame.line for count in own] == list(range(FRAMES_KEPT - LIBRARY_FRAMES_KEPT))
+    assert len(sample.frames) == MAX_FRAMES
+    assert [count.frame.line for count in own] == list(range(MAX_FRAMES - MAX_LIBRARY_FRAMES))
     assert sample.frames[0] == sample.frames[0].__class__(
         Frame("deep", "/opt/site-packages/y.py", 0), 500, 500, "other"
     )
@@ -494,7 +494,7 @@ def test_unkillable_children_cost_only_their_owner_its_stacks() -> None:
 
 
 def test_a_far_too_expensive_rank_is_retried_soon_then_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "CPU_SECONDS_LIMIT", 0.2)
+    monkeypatch.setattr(recording, "MAX_CPU_SECONDS", 0.2)
     monkeypatch.setattr(recording, "RANK_CORE_RATIO", 0.002)
     with collector(tmp_path, "while :; do :; done") as source:
         source.collect([rank(0)], SPAN)

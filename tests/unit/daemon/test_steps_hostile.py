@@ -243,10 +243,10 @@ def test_descriptors_that_may_not_be_read_are_a_permission_problem(monkeypatch: 
 
 def test_records_that_claim_the_most_steps_use_bounded_memory(writer: Writer, collector: StepsCollector) -> None:
     for _ in range(ring_layout.CAPACITY):
-        writer.step(0.001, steps=ring_layout.STEPS_AT_MOST)
+        writer.step(0.001, steps=ring_layout.MAX_STEPS)
     sample = sample_of(collector)
-    assert 0 < len(sample.step_seconds) <= step_columns.ROWS_AT_MOST
-    assert sample.steps_total == ring_layout.CAPACITY * ring_layout.STEPS_AT_MOST
+    assert 0 < len(sample.step_seconds) <= step_columns.MAX_ROWS
+    assert sample.steps_total == ring_layout.CAPACITY * ring_layout.MAX_STEPS
 
 
 def test_a_signalling_nan_is_not_measured_and_complains_nowhere(writer: Writer, collector: StepsCollector) -> None:

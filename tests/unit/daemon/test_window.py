@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.daemon.samples import ProbeFacts, Problem
-from rankscope.daemon.windows.window import PROBLEMS_KEPT, RankSamples, assemble
+from rankscope.daemon.windows.window import MAX_PROBLEMS, RankSamples, assemble
 from rankscope.v1.window_pb2 import SOURCE_PROBE, RankWindow
 from tests.unit.daemon import window_makers as make
 
@@ -131,7 +131,7 @@ def test_stack_counts_become_shares_of_the_samples() -> None:
 def test_problems_are_one_line_each_and_bounded_in_number() -> None:
     problems = [Problem("stacks", "permission", f"line one\nline two \x1b[31m {'x' * 1000}") for _ in range(20)]
     texts = list(window_of(RankSamples(problems=tuple(problems))).problems)
-    assert len(texts) == PROBLEMS_KEPT
+    assert len(texts) == MAX_PROBLEMS
     assert texts[0].startswith("stacks: line one line two")
     assert all(len(text) <= 300 and text.isprintable() for text in texts)
     assert texts[-1] == "and 13 more problems"

@@ -60,7 +60,7 @@ def test_every_recorded_series_that_a_rule_reads_is_recorded() -> None:
         assert read <= recorded, rule.get("alert") or rule["record"]
 
 
-def test_every_alert_links_to_its_runbook_and_its_run_to_the_console() -> None:
+def test_alerts_link_to_their_runbook_and_to_the_console() -> None:
     for links in (rule["annotations"] | {"alert": rule["alert"]} for rule in rules() if "alert" in rule):
         assert links["runbook_url"] == f"https://wiki.mine/{links['alert']}.md"
         assert links["dashboard_url"].startswith("https://g.mine/d/")

@@ -464,7 +464,7 @@ def test_the_flight_recorder_is_delivered_without_stacks_until_dropped(loop: Loo
 
 
 def test_an_undumpable_recorder_gives_a_reason_and_captures_continue(loop: Loop) -> None:
-    for dump, words in ((b"", "TORCH_FR_BUFFER_SIZE=2000"), (bytes(ring_layout.RECORDER_BYTES_MOST + 1), "bytes")):
+    for dump, words in ((b"", "TORCH_FR_BUFFER_SIZE=2000"), (bytes(ring_layout.MAX_RECORDER_BYTES + 1), "bytes")):
         dumping(loop, _dump_fr_trace=dump)
         loop.ask(verb=ring_layout.VERB_RECORDER)
         loop.captures.hand_over_recorder(loop.ring)

@@ -127,7 +127,7 @@ def test_rank_and_gpu_series_in_rules_are_exported_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_runbook_has_its_five_parts_with_a_query_and_a_command(name: str) -> None:
+def test_a_runbook_has_five_parts_a_query_and_a_command(name: str) -> None:
     text = (RULES / "runbooks" / f"{name}.md").read_text()
     title, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
     assert title == f"# {name}\n\n"

@@ -23,7 +23,7 @@ _ITERATIONS = 60
 # Points beyond this many deviations have no weight (Tukey's biweight).
 _TUKEY = 4.685
 # Minimum spread: real links are not so straight that a point 10 % off is an outlier.
-_SMALLEST_SPREAD = 0.03
+_MIN_SPREAD = 0.03
 # Maximum deviation that counts: beyond a factor of 2.7 a point is just wrong.
 _CAP = 1.0
 # Standard errors from zero. A slope from noise would be a meaningless bandwidth.
@@ -266,7 +266,7 @@ def fit_line(step_count: Floats, moved: Floats, seconds: Floats) -> Line | None:
     for _ in range(_ITERATIONS):
         expected = np.maximum(columns @ solution, _TINY)
         deviation = np.log(seconds / expected)
-        spread = max(MAD_TO_SIGMA * float(np.median(np.abs(deviation))), _SMALLEST_SPREAD)
+        spread = max(MAD_TO_SIGMA * float(np.median(np.abs(deviation))), _MIN_SPREAD)
         score = np.minimum(np.abs(deviation) / (_TUKEY * spread), 1.0)
         weights = (1 - score**2) ** 2 / expected**2
         before = solution

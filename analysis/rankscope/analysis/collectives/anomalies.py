@@ -17,7 +17,7 @@ from rankscope.analysis.verdicts.verdict import Severity
 
 # Enough collectives per window that a few outliers do not determine its median.
 _WINDOW_OBSERVATIONS = 5
-_MOST_WINDOWS = 40
+_MAX_WINDOWS = 40
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _persistence(slow: Bools, policy: Policy) -> Severity:
 
 def _windows(mine: Observations, fewest: int) -> list[slice]:
     """Consecutive in time, with about equal counts."""
-    count = max(min(len(mine) // fewest, _MOST_WINDOWS), 1)
+    count = max(min(len(mine) // fewest, _MAX_WINDOWS), 1)
     bounds = np.linspace(0, len(mine), count + 1).round().astype(int).tolist()
     return [slice(low, high) for low, high in pairwise(bounds)]
 

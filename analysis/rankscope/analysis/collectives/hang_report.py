@@ -27,12 +27,12 @@ from rankscope.common.rank_selection import rank_ranges
 from rankscope.common.text import one_line, printable
 
 # Ranks choose their frames, groups and problems: a report has at most about 1 MB.
-PLACES_LIMIT: Final = 64
-FRAMES_LIMIT: Final = 48
+MAX_PLACES: Final = 64
+MAX_FRAMES: Final = 48
 FRAME_CHARACTERS: Final = 300
-ROWS_LIMIT: Final = 200
-GAPS_LIMIT: Final = 64
-PROBLEMS_LIMIT: Final = 64
+MAX_ROWS: Final = 200
+MAX_GAPS: Final = 64
+MAX_PROBLEMS: Final = 64
 RANKS_CHARACTERS: Final = 200
 TEXT_CHARACTERS: Final = 300
 SENTENCE_CHARACTERS: Final = 800
@@ -106,9 +106,9 @@ def make_hang_report(
     recorded = report.culprits if report is not None and report.outcome is Outcome.HANG else ()
     read = () if report is None else report.analysis.ranks
     unreadable = {rank: "its records cannot be read" for rank in evidence.records if rank not in read}
-    problems = [one_line(text, TEXT_CHARACTERS) for text in evidence.problems[:PROBLEMS_LIMIT]]
+    problems = [one_line(text, TEXT_CHARACTERS) for text in evidence.problems[:MAX_PROBLEMS]]
     rows = [] if report is None else list(_rows(report.analysis))
-    for listed, limit, name in ((groups, PLACES_LIMIT, "places"), (rows, ROWS_LIMIT, "rows of collectives")):
+    for listed, limit, name in ((groups, MAX_PLACES, "places"), (rows, MAX_ROWS, "rows of collectives")):
         if len(listed) > limit:
             problems.append(f"{len(listed) - limit} more {name} are left out")
     return HangReport(
@@ -121,8 +121,8 @@ def make_hang_report(
         made_unix_seconds=made,
         culprits=_ranks(verdict.culprits or recorded),
         left=_ranks(left),
-        places=tuple(map(_place, groups[:PLACES_LIMIT])),
-        collectives=tuple(rows[:ROWS_LIMIT]),
+        places=tuple(map(_place, groups[:MAX_PLACES])),
+        collectives=tuple(rows[:MAX_ROWS]),
         gaps=(
             *_gaps("stack", evidence.without_stack),
             *_gaps("flight recorder", {**evidence.without_records, **unreadable}),
@@ -191,7 +191,7 @@ def _row(at: Position, finding: str) -> CollectiveRow:
 
 
 def _place(group: StackGroup) -> Place:
-    stack = tuple(printable(frame_text(frame), FRAME_CHARACTERS) for frame in group.stack[:FRAMES_LIMIT])
+    stack = tuple(printable(frame_text(frame), FRAME_CHARACTERS) for frame in group.stack[:MAX_FRAMES])
     place = one_line(group.place, FRAME_CHARACTERS)
     return Place(_ranks(group.ranks), len(group.ranks), place, group.phase, stack)
 
@@ -201,7 +201,7 @@ def _gaps(what: str, reasons: Mapping[int, str]) -> list[Gap]:
     alike: dict[str, list[int]] = {}
     for rank, reason in reasons.items():
         alike.setdefault(one_line(reason, TEXT_CHARACTERS), []).append(rank)
-    return [Gap(_ranks(ranks), what, reason) for reason, ranks in list(alike.items())[:GAPS_LIMIT]]
+    return [Gap(_ranks(ranks), what, reason) for reason, ranks in list(alike.items())[:MAX_GAPS]]
 
 
 def _ranks(ranks: Collection[int]) -> str:

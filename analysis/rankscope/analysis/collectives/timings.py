@@ -27,7 +27,7 @@ _SECONDS = {
     **dict.fromkeys(("us", "microseconds", "duration_us", "time_us", "usec"), 1e-6),
     **dict.fromkeys(("ns", "nanoseconds", "duration_ns", "time_ns"), 1e-9),
 }
-_LARGEST_BYTES = 1 << 60
+_MAX_BYTES = 1 << 60
 _NCCL_RANK = re.compile(r"^#\s+Rank\s+(\d+)\b")
 _NCCL_TEST = re.compile(r"\b(\w+)_perf\b")
 
@@ -93,7 +93,7 @@ def _observations(records: Iterable[tuple[str, Mapping[str, Any]]], op: str | No
         fields = {str(key).strip().lower(): value for key, value in record.items()}
         kind = _kind(_first(fields, _OP) or op, place)
         size = _number(_first(fields, _BYTES), "bytes", place)
-        if not 0 <= size < _LARGEST_BYTES:
+        if not 0 <= size < _MAX_BYTES:
             raise UnreadableError(f"{place}: bytes {size:g} is not a valid size")
         unit = next((unit for unit in _SECONDS if fields.get(unit) not in (None, "")), None)
         if unit is None:

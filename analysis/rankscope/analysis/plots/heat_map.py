@@ -15,7 +15,7 @@ from rankscope.analysis.quantities import NOT_MEASURED, display, number, quantit
 from rankscope.analysis.stats.robust import Floats
 
 _CELL_PIXELS = 34.0
-_LEAST_PIXELS = 2.0
+_MIN_PIXELS = 2.0
 _HEIGHT_PIXELS = 720.0
 # Numbers are written into cells only if there is room and not too many of them.
 _WRITTEN_CELLS = 400
@@ -41,8 +41,8 @@ def heat_map(
     names = shorten_all(row_labels, 30)
     left = max((text_pixels(text) for text in names), default=20.0) + 20
     head = 14.0 + (26 if title else 0)
-    wide = min(_CELL_PIXELS * 1.6, max(_LEAST_PIXELS, (WIDTH - left - _COLOUR_BAR_PIXELS - 20) / max(columns, 1)))
-    tall = min(_CELL_PIXELS, max(_LEAST_PIXELS, _HEIGHT_PIXELS / max(rows, 1)))
+    wide = min(_CELL_PIXELS * 1.6, max(_MIN_PIXELS, (WIDTH - left - _COLOUR_BAR_PIXELS - 20) / max(columns, 1)))
+    tall = min(_CELL_PIXELS, max(_MIN_PIXELS, _HEIGHT_PIXELS / max(rows, 1)))
     inner_width, inner_height = wide * columns, tall * rows
     width = max(left + inner_width + _COLOUR_BAR_PIXELS + 20, 32 + text_pixels(title) * 1.35, 320.0)
     shown = display(unit, [bottom, top])

@@ -30,7 +30,7 @@ OBSERVATIONS_NEEDED: Final = 12
 MAIN_RATIO: Final = 0.3
 ROUNDING: Final = 1e-9
 FRAME_CHARACTERS: Final = 200
-EXCESSES_LIMIT: Final = 100
+MAX_EXCESSES: Final = 100
 
 
 class FrameExcess(NamedTuple):
@@ -109,7 +109,7 @@ def compare_shares(
         FrameExcess(here.frames[n], float(here.share[n]), float(usual[n]), float(here.own[n] - own_usual[n]), phase)
         for n, phase in zip(significant, phases(significant), strict=True)
     ]
-    return Comparison(tuple(ranked(found)[:EXCESSES_LIMIT]))
+    return Comparison(tuple(ranked(found)[:MAX_EXCESSES]))
 
 
 def observations(samples: int, seconds: float) -> int:

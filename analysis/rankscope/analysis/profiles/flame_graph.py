@@ -19,7 +19,7 @@ from rankscope.analysis.profiles.frames import Frame
 from rankscope.analysis.profiles.profile import Profile
 from rankscope.common.text import printable
 
-NODES_LIMIT: Final = 50_000
+MAX_NODES: Final = 50_000
 TITLE_CHARACTERS: Final = 300
 # Readers know the format by this name; nothing is fetched from it.
 SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
@@ -102,7 +102,7 @@ class _Tree:
                 totals[parent][side] += totals[number][side]
         # A parent is at least as large as its children and comes before them, so it is never left out alone.
         largest = sorted(range(1, len(keys) + 1), key=lambda number: (-max(totals[number]), number))
-        kept = sorted(largest[:NODES_LIMIT])
+        kept = sorted(largest[:MAX_NODES])
         place = {0: 0} | {number: position for position, number in enumerate(kept, 1)}
         for number in range(len(keys), 0, -1):
             if number not in place:

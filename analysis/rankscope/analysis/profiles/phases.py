@@ -135,7 +135,7 @@ INNERMOST: Final = (
 
 _IMPORT: Final = "<frozen importlib._bootstrap>"
 _USER_CODE: Final = "user code"
-MARKS_LIMIT: Final = 16384
+MAX_MARKS: Final = 16384
 _ORDER_OF_ALWAYS: Final = tuple(dict.fromkeys(rule.phase for rule in ALWAYS))
 
 
@@ -185,7 +185,7 @@ class _Marks(dict[Frame, str | None]):
     """Of frames that called others. Every new stack is looked up here, and a dict is faster than lru_cache."""
 
     def __missing__(self, frame: Frame) -> str | None:
-        if len(self) >= MARKS_LIMIT:
+        if len(self) >= MAX_MARKS:
             self.clear()
         self[frame] = mark = _mark(frame, False)
         return mark

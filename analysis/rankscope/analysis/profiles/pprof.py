@@ -15,14 +15,14 @@ from rankscope.common.text import printable
 from rankscope.pprof import profile_pb2 as pb
 
 # Limits of what is read.
-CONTENT_LIMIT_BYTES: Final = 64 << 20  # uncompressed
-ROWS_LIMIT: Final = 1 << 20
-STACK_FRAMES_LIMIT: Final = 8 << 20  # of all stacks
-DEPTH_LIMIT: Final = 4096
+MAX_CONTENT_BYTES: Final = 64 << 20  # uncompressed
+MAX_ROWS: Final = 1 << 20
+MAX_STACK_FRAMES: Final = 8 << 20  # of all stacks
+MAX_DEPTH: Final = 4096
 NAME_CHARACTERS: Final = 512
-RANK_LIMIT: Final = 1 << 31
-VALUE_LIMIT: Final = 1 << 62  # also of the sum
-LINE_LIMIT: Final = 1 << 31
+MAX_RANK: Final = 1 << 31
+MAX_VALUE: Final = 1 << 62  # also of the sum
+MAX_LINE_NUMBER: Final = 1 << 31
 LABELS_READ: Final = 16  # of a row
 LINES_READ: Final = 64  # of a location
 # What the nanoseconds are of. Only profiles of wall time are read.
@@ -104,7 +104,7 @@ class _Writer:
         return number
 
 
-def read_pprof(content: bytes, content_limit_bytes: int = CONTENT_LIMIT_BYTES, rows_limit: int = ROWS_LIMIT) -> Profile:
+def read_pprof(content: bytes, content_limit_bytes: int = MAX_CONTENT_BYTES, rows_limit: int = MAX_ROWS) -> Profile:
     """What `pprof` wrote, also if others sent it. Raises PprofError. Takes up to 25 times the content in memory."""
     plain, message = _decompressed(content, content_limit_bytes), pb.Profile()
     try:
@@ -149,21 +149,21 @@ def _profile(message: pb.Profile) -> Profile:
     length = 0
     for sample in message.sample:
         labels = {_at(texts, label.key): label for label in sample.label[:LABELS_READ]}
-        if len(sample.location_id) > DEPTH_LIMIT:
-            raise PprofError(f"a stack of {len(sample.location_id)} frames; at most {DEPTH_LIMIT} are read")
+        if len(sample.location_id) > MAX_DEPTH:
+            raise PprofError(f"a stack of {len(sample.location_id)} frames; at most {MAX_DEPTH} are read")
         numbers = tuple(number for location in sample.location_id for number in location_frames[location])
         length += len(numbers)
         rank, samples, nanos = labels["rank"].num, sample.value[place_samples], sample.value[place_nanos]
-        if not 0 <= rank < RANK_LIMIT or not 0 <= samples < VALUE_LIMIT or not 0 <= nanos < VALUE_LIMIT:
+        if not 0 <= rank < MAX_RANK or not 0 <= samples < MAX_VALUE or not 0 <= nanos < MAX_VALUE:
             raise PprofError("a number in it is out of range")
-        if length > STACK_FRAMES_LIMIT:
-            raise PprofError(f"more than {STACK_FRAMES_LIMIT} frames on its stacks")
+        if length > MAX_STACK_FRAMES:
+            raise PprofError(f"more than {MAX_STACK_FRAMES} frames on its stacks")
         thread, phase = (
             numbered.setdefault(_at(texts, labels[key].str) if key in labels else "", len(numbered))
             for key, numbered in names.items()
         )
         rows.append((stacks.setdefault(numbers, len(stacks)), rank, thread, phase, samples, nanos))
-    if any(sum(column) >= VALUE_LIMIT for column in list(zip(*rows, strict=True))[4:]):
+    if any(sum(column) >= MAX_VALUE for column in list(zip(*rows, strict=True))[4:]):
         raise PprofError("a number in it is out of range")
     return profile_of_columns(
         tuple(frames),
@@ -183,6 +183,6 @@ def _at(texts: list[str], number: int) -> str:
 
 
 def _frame(function: str, file: str, line: int) -> Frame:
-    if not 0 <= line < LINE_LIMIT:
+    if not 0 <= line < MAX_LINE_NUMBER:
         raise PprofError("a number in it is out of range")
     return Frame(function, "", line, KERNEL) if file == GPU_FILE else Frame(function, file, line)

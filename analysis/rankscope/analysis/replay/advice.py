@@ -16,7 +16,7 @@ from rankscope.analysis.replay.edits import Ranks, host_ns
 from rankscope.analysis.replay.graph import Graph, ReplayError
 from rankscope.analysis.replay.kernel_work import in_formats
 from rankscope.analysis.replay.other_device import mfu_of
-from rankscope.analysis.replay.prediction import LEAST_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast
+from rankscope.analysis.replay.prediction import MIN_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast
 from rankscope.analysis.replay.replay import Times
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.diagnosis import Diagnosis
@@ -102,7 +102,7 @@ def advise(
         advised=tuple(
             Advised(one, _evidence(one, found.costs, diagnosis), lines.of(one)) for one in chosen if found is not None
         ),
-        others=tuple(one for one in predicted if one.alters_training and one.gain >= LEAST_GAIN_RATIO),
+        others=tuple(one for one in predicted if one.alters_training and one.gain >= MIN_GAIN_RATIO),
         losses=tuple(finding for finding in diagnosis.findings if finding.kind not in kinds),
         in_use=_in_use(traces[min(traces)]),
         checks=_checks(ranks, diagnosis, mfu_of(lines.ranks, found.step_ns) if found else None, policy),

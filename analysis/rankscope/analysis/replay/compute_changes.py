@@ -24,7 +24,7 @@ from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Trace
 
 # The shortest kernel of a matrix product, as seen on an H200, whatever its number format.
-_LEAST_KERNEL_NS = 4_000
+_MIN_KERNEL_NS = 4_000
 # FP32 attention without loss of accuracy takes three products of TF32 for each.
 _TF32_PRODUCTS_OF_FP32_ATTENTION = 3.0
 # Autocast casts the input, the weight and the bias of a product, and a gradient of it. Measured on transformers with
@@ -108,7 +108,7 @@ def double_batch(rank: Traced) -> Graph:
     """Everything but the optimizer and communication takes twice as long, and so does reading the batch."""
     graph = rank.graph
     grows = (graph.kind != Kind.COMMUNICATION) & ~of_launch(graph, graph.in_optimizer)
-    longer = graph.duration_ns + np.maximum(graph.duration_ns - _LEAST_KERNEL_NS, 0)
+    longer = graph.duration_ns + np.maximum(graph.duration_ns - _MIN_KERNEL_NS, 0)
     return replace(
         graph,
         duration_ns=np.where(grows, longer, graph.duration_ns),
@@ -202,7 +202,7 @@ def _classes(graph: Graph, trace: Trace) -> KernelClasses:
 
 
 def _faster(graph: Graph, chosen: Bools, factor: float | Floats) -> Ints:
-    least = np.minimum(graph.duration_ns, _LEAST_KERNEL_NS)
+    least = np.minimum(graph.duration_ns, _MIN_KERNEL_NS)
     faster = np.maximum(graph.duration_ns / factor, least).astype(np.int64)
     return np.where(chosen, faster, graph.duration_ns)
 

@@ -33,7 +33,7 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 NOTHING = -1
 # So many launches fit into the queue of a stream; the next one blocks the host. Measured on an H200.
-QUEUE_LIMIT = 1021
+MAX_QUEUE = 1021
 # A step of which less was recorded is not replayed.
 WHOLE_STEP_RATIO = 0.98
 # More steps add little.
@@ -310,7 +310,7 @@ def _own_ns(recorded: _Recorded, is_waiting: Bools, latencies: Latencies) -> Int
     is_launch = np.isin(np.arange(len(own)), recorded.launch)
     launched = np.searchsorted(recorded.launch, np.arange(len(own)), "left")
     started = np.searchsorted(np.sort(recorded.start), recorded.call_start, "right")
-    is_blocked = is_launch & (launched - started >= QUEUE_LIMIT - 1)
+    is_blocked = is_launch & (launched - started >= MAX_QUEUE - 1)
     # How full the queue is shows once the device has reached what was launched in the trace. A cut trace has nothing
     # that was launched before.
     reached = int(recorded.start[recorded.launch != NOTHING].min(initial=_FOREVER))

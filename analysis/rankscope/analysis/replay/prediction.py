@@ -18,15 +18,15 @@ from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.trace import Trace
 
 # Above this, what a replay says about changes means nothing.
-MOST_ERROR_RATIO = 0.05
+MAX_ERROR_RATIO = 0.05
 # Less is within the noise of any step.
-LEAST_GAIN_RATIO = 0.01
+MIN_GAIN_RATIO = 0.01
 # Gains that differ by less are given as one number.
 _SAME_GAIN_RATIO = 0.01
 # The profiler makes the host's time longer: 1.5 to 2.9 times, on H200 machines.
-LEAST_HOST_FACTOR = 1 / 3
+MIN_HOST_FACTOR = 1 / 3
 # If the host's time makes up less of a step, it cannot be derived from the step.
-_LEAST_HOST_RATIO = 0.02
+_MIN_HOST_RATIO = 0.02
 _BISECTIONS = 12
 
 # Is called with each replay that the answer comes from: its changes, of which the job as it is has none, the ranks and
@@ -85,7 +85,7 @@ class Forecast:
 
     @property
     def is_usable(self) -> bool:
-        return abs(self.error_ratio) <= MOST_ERROR_RATIO
+        return abs(self.error_ratio) <= MAX_ERROR_RATIO
 
     @property
     def worthwhile(self) -> tuple[Prediction, ...]:
@@ -110,7 +110,7 @@ def gain_sentence(one: Prediction) -> str:
 
 
 def _worthwhile(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
-    chosen = [one for one in predictions if one.gain >= LEAST_GAIN_RATIO and not one.alters_training]
+    chosen = [one for one in predictions if one.gain >= MIN_GAIN_RATIO and not one.alters_training]
     return tuple(sorted(chosen, key=lambda one: -one.gain))
 
 
@@ -159,7 +159,7 @@ def replay_as_is(
         return replace(made, diverges_at=_divergence(graphs, traces, times)), ()
     factor = _host_factor(graphs, replayed, true_step_ns)
     # On a CPU the host's time is what the job computes, which the profiler makes little longer.
-    unknown = (1.0,) if on_host else (1.0, LEAST_HOST_FACTOR)
+    unknown = (1.0,) if on_host else (1.0, MIN_HOST_FACTOR)
     factors = unknown if factor is None else (factor,)
     jobs = tuple(_job(graphs, traces, one, watch if one == factors[0] else None) for one in factors)
     costs = _costs({rank: one.graph for rank, one in jobs[0].ranks.items()})
@@ -262,7 +262,7 @@ def _host_factor(graphs: Mapping[int, Graph], replayed: float, true_step_ns: flo
     if true_step_ns is None:
         return None
     device_ns = replayed_step_ns(_scaled(graphs, 0.0))
-    if device_ns > min((1 - _LEAST_HOST_RATIO) * replayed, true_step_ns):
+    if device_ns > min((1 - _MIN_HOST_RATIO) * replayed, true_step_ns):
         return None
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS if true_step_ns < replayed else 0):

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rankscope.analysis.replay.graph import NOTHING, QUEUE_LIMIT, Graph, ReplayError
+from rankscope.analysis.replay.graph import MAX_QUEUE, NOTHING, Graph, ReplayError
 from rankscope.analysis.stats.robust import Ints
 
 # A rank tells a collective and when it enters; it is answered when the last rank enters.
@@ -84,8 +84,8 @@ def _run(graph: Graph) -> _Rank:
         while work < works and launch[work] == call:
             lane = stream[work]
             starts = queued[lane]
-            if len(starts) >= QUEUE_LIMIT and starts[-QUEUE_LIMIT] > end:
-                end = starts[-QUEUE_LIMIT]
+            if len(starts) >= MAX_QUEUE and starts[-MAX_QUEUE] > end:
+                end = starts[-MAX_QUEUE]
                 arrives = end - own[call] + launch_ns
             begin = stream_end[lane] + work_ns
             if arrives > begin:

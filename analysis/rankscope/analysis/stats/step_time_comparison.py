@@ -13,7 +13,7 @@ from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Floats
 
 # Blocks of a run count as independent if they are this many correlation times long.
 BLOCK_CORRELATION_TIMES = 6
-FEWEST_BLOCKS, MOST_BLOCKS = 4, 16
+MIN_BLOCKS, MAX_BLOCKS = 4, 16
 # In a run of fewer correlation times the blocks are correlated too, and the error is increased. The numbers are from
 # simulation (AR(1) from 0 to 0.95, spikes, 20 to 1000 steps): at most 7 % false alarms at a level of 5 %.
 RUN_CORRELATION_TIMES = 12
@@ -23,8 +23,8 @@ Statistic = Callable[[Floats], Floats]  # over the last axis
 # Two per block. So few show only large differences, but raise no false alarms.
 STEPS_NEEDED = 8
 # Values outside are not step times, and their ratios could overflow.
-SHORTEST_SECONDS, LONGEST_SECONDS = 1e-9, 1e9
-_LARGEST_LOG = 700.0
+MIN_SECONDS, MAX_SECONDS = 1e-9, 1e9
+_MAX_LOG = 700.0
 
 
 class CompareError(ValueError):
@@ -101,7 +101,7 @@ def _drop_warmup(runs: Sequence[Floats], warmup: int | None, name: str) -> tuple
     for run in runs:
         if len(run) == 0:
             raise CompareError(f"a run of {name} has no steps")
-        if not ((run >= SHORTEST_SECONDS) & (run <= LONGEST_SECONDS)).all():
+        if not ((run >= MIN_SECONDS) & (run <= MAX_SECONDS)).all():
             raise CompareError(
                 f"a run of {name} has invalid step times: shorter than a nanosecond or longer than 30 years"
             )
@@ -176,7 +176,7 @@ def _interval(difference: float, a: Estimate, b: Estimate, freedom: float, confi
         p = 1.0 if difference == 0 else min(1.0, 2 / math.comb(a.blocks + b.blocks, a.blocks))
         return Shift(ratio, ratio, ratio, p)
     reach = quantile(confidence, freedom) * error
-    low, high = math.expm1(difference - reach), math.expm1(min(difference + reach, _LARGEST_LOG))
+    low, high = math.expm1(difference - reach), math.expm1(min(difference + reach, _MAX_LOG))
     return Shift(ratio, low, high, two_sided_p(difference / error, freedom))
 
 
@@ -222,7 +222,7 @@ def estimate(seconds: Floats, correlation_steps: float, statistic: Statistic) ->
     """From consecutive blocks: the variation between blocks shows how well the whole run determines the statistic."""
     count = len(seconds)
     longest = math.ceil(BLOCK_CORRELATION_TIMES * correlation_steps)
-    blocks = min(MOST_BLOCKS, max(FEWEST_BLOCKS, count // longest))
+    blocks = min(MAX_BLOCKS, max(MIN_BLOCKS, count // longest))
     size = count // blocks
     of_blocks = np.log(statistic(seconds[count - blocks * size :].reshape(blocks, size)))
     variance = float(np.var(of_blocks, ddof=1)) / blocks

@@ -17,10 +17,10 @@ from rankscope.analysis.stats.robust import number_groups as number_by_sorting
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 OPTIONAL = ("rank", "seq_id", "mc", "gmc", "mb_id")
 MAX_ROWS = 8_000_000
-_LARGEST = 2**53
+_MAX_VALUE = 2**53
 # Timestamps may count from 1970.
-_LONGEST_SECONDS = 1e10
-_LARGEST_KEY = 2**62
+_MAX_SECONDS = 1e10
+_MAX_KEY = 2**62
 # Maximum size of the table of flags, as a multiple of the number of rows.
 _MAX_TABLE_FACTOR = 8
 _MIN_TABLE = 1 << 20
@@ -94,7 +94,7 @@ def read_columns(
     duration = _numbers(table, "duration") * seconds_per_unit
     _reject(duration < 0, "duration", "is negative")
     for name, seconds in (("start_ts", start), ("duration", duration)):
-        _reject(np.abs(seconds) > _LONGEST_SECONDS, name, "is too large for seconds (see --unit)")
+        _reject(np.abs(seconds) > _MAX_SECONDS, name, "is too large for seconds (see --unit)")
     operation, kinds = _operations(np.asarray(table["optype"]), names)
     if "rank" in table:
         rank = _integers(table, "rank")
@@ -149,7 +149,7 @@ def _integers(table: Mapping[str, npt.NDArray[Any]], name: str, rows: int = 0) -
     values = _floats(column, name)
     if rows:
         values = np.where(np.isnan(values), -1.0, values)
-    _reject(~np.isfinite(values) | (np.abs(values) > _LARGEST), name, "is not a number")
+    _reject(~np.isfinite(values) | (np.abs(values) > _MAX_VALUE), name, "is not a number")
     _reject(values != np.floor(values), name, "is not a whole number")
     return values.astype(np.int64)
 
@@ -193,7 +193,7 @@ def pack(*keys: Ints) -> tuple[Ints, int] | None:
     for key in keys:
         low, high = int(key.min()), int(key.max())
         count *= high - low + 1
-        if count > _LARGEST_KEY:
+        if count > _MAX_KEY:
             return None
         packed *= high - low + 1
         packed += key - low

@@ -20,9 +20,9 @@ from rankscope.analysis.traces.steps import Steps, first_whole
 from rankscope.analysis.traces.trace import ABSENT, Category, Repairs, Trace, TraceError
 
 # What a profiler writes before its events takes a few kilobytes, with a long list of process groups some hundred.
-HEAD_LIMIT_BYTES = 8 << 20
+MAX_HEAD_BYTES = 8 << 20
 # Ranks that share no step among so many share none.
-MOST_RUNS = 1024
+MAX_RUNS = 1024
 # The nearest run begins among the steps around the same moment.
 RUNS_AROUND = 3
 # Written again from other sources.
@@ -132,7 +132,7 @@ def cut(
 
 def _open(text: Text) -> dict[str, msgspec.Raw]:
     """Advance to the first event and return the fields before it."""
-    found = find_events(text, limit_bytes=HEAD_LIMIT_BYTES)
+    found = find_events(text, limit_bytes=MAX_HEAD_BYTES)
     if found is None or text.held[found[1] : found[1] + 1] != b"[":
         raise TraceError("traceEvents not found in the first megabytes of the file")
     before, place = found
@@ -238,7 +238,7 @@ def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int]
         return None
     reference = max(steps_of.values(), key=lambda steps: int(steps.unix_ns[0]))
     usual_ns = {rank: float(np.median(steps.end_ns - steps.start_ns)) for rank, steps in steps_of.items()}
-    for position in range(min(len(reference) - count + 1, MOST_RUNS)):
+    for position in range(min(len(reference) - count + 1, MAX_RUNS)):
         moments = reference.unix_ns[position : position + count]
         nearest = {rank: _nearest_run(steps, moments, usual_ns[rank]) for rank, steps in steps_of.items()}
         if all(place is not None for place in nearest.values()):

@@ -23,10 +23,10 @@ from rankscope.analysis.traces.steps import BACKWARD, PROFILER_STEP, launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace, match, take_or_absent
 
 NAME_CHARACTERS: Final = 512
-DEPTH_LIMIT: Final = 512  # frames of a stack; beyond, the outermost and the kernel are kept
-STACK_FRAMES_LIMIT: Final = 8 << 20  # of all stacks; beyond, the kernels with the least time have no callers
+MAX_DEPTH: Final = 512  # frames of a stack; beyond, the outermost and the kernel are kept
+MAX_STACK_FRAMES: Final = 8 << 20  # of all stacks; beyond, the kernels with the least time have no callers
 # Of all durations; forged ones are cut, so that the sum cannot overflow.
-_NANOS_LIMIT: Final = 1 << 62
+_MAX_NANOS: Final = 1 << 62
 _ON_HOST: Final = (
     Category.PYTHON,
     Category.CPU_OP,
@@ -51,7 +51,7 @@ def kernel_profile(trace: Trace) -> Profile:
     frame = np.full(len(spans.row), ABSENT)
     frame[used] = frame_of_row[: len(used)]
     paths = forest.paths(used, frame, len(frames))
-    nanos = np.minimum(trace.duration_ns[rows], _NANOS_LIMIT // max(len(rows), 1))
+    nanos = np.minimum(trace.duration_ns[rows], _MAX_NANOS // max(len(rows), 1))
     kernels = frame_of_row[len(used) :]
     stack, stack_frames, stack_ends = paths.stacks(take_or_absent(paths.of_span, launch), kernels, nanos)
     once, zeros = np.ones_like(stack), np.zeros_like(stack)
@@ -154,7 +154,7 @@ class _Forest:
 
     def within_limit(self, nodes: Ints) -> Ints:
         """The nodes, or for those that are too deep their innermost ancestors that are not."""
-        deep = self._depth >= DEPTH_LIMIT
+        deep = self._depth >= MAX_DEPTH
         if not deep.any():
             return nodes
         above = np.where(deep, self._parent, np.arange(len(deep)))
@@ -166,7 +166,7 @@ class _Forest:
         """Each once, by level."""
         is_used = np.zeros(len(self._parent), dtype=bool)
         is_used[nodes[nodes >= 0]] = True
-        levels = rows_of_groups(np.where(self._depth < DEPTH_LIMIT, self._depth, ABSENT), DEPTH_LIMIT)
+        levels = rows_of_groups(np.where(self._depth < MAX_DEPTH, self._depth, ABSENT), MAX_DEPTH)
         for level in reversed(levels[2:]):
             is_used[self._parent[level[is_used[level]]]] = True
         used = np.concatenate(levels)
@@ -211,10 +211,10 @@ class _Paths:
         """The number of each kernel's stack; the frames of all stacks, innermost first, and where each stack ends."""
         keys, stack = np.unique((path + 1) * self.frames + kernel, return_inverse=True)
         lengths = self._lengths(keys)
-        if lengths.sum() > STACK_FRAMES_LIMIT:
+        if lengths.sum() > MAX_STACK_FRAMES:
             order = np.argsort(-np.bincount(stack, nanos, len(keys)), kind="stable")
             fits = np.empty(len(keys), dtype=bool)
-            fits[order] = np.cumsum(lengths[order]) <= STACK_FRAMES_LIMIT
+            fits[order] = np.cumsum(lengths[order]) <= MAX_STACK_FRAMES
             keys, kept = np.unique(np.where(fits, keys, keys % self.frames), return_inverse=True)
             stack, lengths = kept[stack], self._lengths(keys)
         ends = np.cumsum(lengths)

@@ -18,7 +18,7 @@ PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
 OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 NO_STEP = -1
-_LARGEST = np.iinfo(np.int64).max
+_MAX_VALUE = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
     start, end = trace.start_ns[rows], trace.end_ns[rows]
     # A step may be annotated on several threads: one window from the first start to the last end.
     number, position = np.unique(numbers, return_inverse=True)
-    first, last = np.full(len(number), _LARGEST), np.full(len(number), -_LARGEST)
+    first, last = np.full(len(number), _MAX_VALUE), np.full(len(number), -_MAX_VALUE)
     np.minimum.at(first, position, start)
     np.maximum.at(last, position, end)
     order = np.argsort(first, kind="stable")

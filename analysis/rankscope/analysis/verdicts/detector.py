@@ -30,10 +30,10 @@ from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 # Steps every rank needs in a window before ranks are compared in it.
 STEPS_PER_WINDOW = 4
 # Windows without enough steps are gathered, up to this many.
-PENDING_KEPT = 600
+MAX_PENDING = 600
 # Where waiting is sampled rarely: so many of the gaps between two samples, but never more windows than this.
 GAPS_WAITED = 3
-LONGEST_PATIENCE = 150
+MAX_PATIENCE = 150
 # A finding of captures stands until so many more could have come.
 CAPTURES_MISSED = 3
 # Windows in which some ranks have steps and others never had any.
@@ -134,7 +134,7 @@ class JobDetector:
         # Recorded steps are slower than those around them, of which only the length is known.
         pending = self._pending_captures if window.is_captured else self._pending
         pending.append(window)
-        if len(pending) > PENDING_KEPT:
+        if len(pending) > MAX_PENDING:
             del pending[0]
         ready = window if len(pending) == 1 else merge_windows(pending)
         if not ready.columns.steps.min(initial=np.inf) >= STEPS_PER_WINDOW:  # nor where a rank's are not known
@@ -222,7 +222,7 @@ class JobDetector:
             return self._judge_stacks(missing)
         if self._steps_seen and self._unmeasured > self._patience:
             # Samples of this job are that far apart.
-            self._patience = min(GAPS_WAITED * self._unmeasured, LONGEST_PATIENCE)
+            self._patience = min(GAPS_WAITED * self._unmeasured, MAX_PATIENCE)
         self._unmeasured = 0
         self._steps_seen += summary.fewest_steps
         self._step_seconds = summary.step_seconds

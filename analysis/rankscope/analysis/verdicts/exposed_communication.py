@@ -17,7 +17,7 @@ EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER, NCCL = 1, 2, 3, 4, 5, 6
 # Time in these is time in which the step's own stream stood still.
 _EXPOSED_KINDS = (EXPOSED, DDP)
 _COMPARED_KINDS = (EXPOSED, OVERLAPPED, DDP, RECORDER, NCCL)
-_NUMBER_LIMIT = 2.0**53
+_MAX_NUMBER = 2.0**53
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def group_waits(spans: GroupSpans, job: Ints, step_seconds: Floats) -> Waits:
         is_sampled = ~(has_nccl & np.isin(spans.kind, _EXPOSED_KINDS))
         own = np.where(is_sampled, spans.seconds * (step_seconds / spans.step_seconds), spans.seconds)
         good = (own >= 0) & np.isfinite(own) & (spans.step_seconds > 0)
-        good &= (spans.number >= 0) & (spans.number < _NUMBER_LIMIT) & (spans.number % 1 == 0)
+        good &= (spans.number >= 0) & (spans.number < _MAX_NUMBER) & (spans.number % 1 == 0)
         good &= np.isin(spans.kind, (*_COMPARED_KINDS, POINT_TO_POINT))
         is_exposed = np.isin(spans.kind, _EXPOSED_KINDS)
         # A stream cannot stand still for longer than the step.

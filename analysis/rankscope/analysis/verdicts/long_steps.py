@@ -24,7 +24,7 @@ from rankscope.analysis.verdicts.window_merge import merge_columns
 from rankscope.analysis.verdicts.windows import RankColumns
 
 # Windows that stalls are summed over: ten minutes of short ones.
-WINDOWS_KEPT = 300
+MAX_WINDOWS = 300
 # Windows after which stacks of a job are kept for the first time, and from then on at the latest.
 FIRST_STACKS = 2
 STACKS_EVERY = 120
@@ -154,7 +154,7 @@ class LongStepHistory:
         window = _attribute(columns, summary)
         self._windows.append(window)
         self._count += 1
-        while self._count > WINDOWS_KEPT and len(self._windows) > 1:
+        while self._count > MAX_WINDOWS and len(self._windows) > 1:
             self._count -= self._windows.popleft().windows
         self.lost_by_all_seconds = window.lost_by_all_seconds
         self.found = self._find(len(columns), policy)

@@ -37,7 +37,7 @@ from rankscope.analysis.verdicts.windows import HOST_WAITING_PHASES, FrameSeen, 
 PEERS_ASKED = 64
 USUAL_RANKS_ASKED = 4
 CAUSE_KEPT_WINDOWS = 5
-USUAL_STEPS_KEPT = 30
+MAX_USUAL_STEPS = 30
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
 UNEVEN = Verdict(
     Kind.DATA_IMBALANCE,
@@ -56,8 +56,8 @@ class RecentWindows:
         self._policy = policy
         self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
         self._before = HEALTHY
-        self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
-        self._usual_waits: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of the same windows
+        self._usual_steps: deque[float] = deque(maxlen=MAX_USUAL_STEPS)  # of windows in which nothing stood out
+        self._usual_waits: deque[float] = deque(maxlen=MAX_USUAL_STEPS)  # of the same windows
         self._cause_age = 0
         self._history = StackHistory()
         self._usual_stacks = StackHistory()

@@ -13,7 +13,7 @@ import numpy as np
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.thresholds import Policy
 
-BASELINE_KEPT = 120
+MAX_BASELINE_WINDOWS = 120
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TransferBaseline:
     """The job's own past. Windows that look slow never enter it, so that a fault cannot become normal."""
 
     def __init__(self) -> None:
-        self._past: deque[Pace] = deque(maxlen=BASELINE_KEPT)
+        self._past: deque[Pace] = deque(maxlen=MAX_BASELINE_WINDOWS)
         self._usual: Pace | None = None
         self._unlearned = 0
 

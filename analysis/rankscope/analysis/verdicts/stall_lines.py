@@ -24,7 +24,7 @@ from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, StackProfi
 STALLED_RANKS_ASKED = 8
 OTHER_RANKS_ASKED = 4
 # A recording that ends now may have begun so many windows ago.
-WINDOWS_REMEMBERED = 16
+MAX_WINDOWS = 16
 WINDOWS_ASKED_AFTER = 5
 RECORDINGS_NEEDED, RECORDINGS_COMPARED = 12, 4
 MAX_RECORDINGS, MAX_FRAMES = 500, 256
@@ -44,7 +44,7 @@ class StallLines:
         self._usual = usual
         self._waiting = waiting
         self._stacks = StackHistory()
-        self._windows: deque[_Lost] = deque(maxlen=WINDOWS_REMEMBERED)
+        self._windows: deque[_Lost] = deque(maxlen=MAX_WINDOWS)
         self._read: dict[int, float] = {}  # by rank, the end of the last recording
         self._stalled_shares: list[float] = []  # of each recording's time
         self._shares: dict[FrameSeen, dict[int, float]] = {}  # by line, of recordings that show it

@@ -15,13 +15,13 @@ from pathlib import Path
 # Shorter than the kernel's default of 100 ms: the process is slow in every step rather than stopped in every second
 # one.
 PERIOD_SECONDS = 0.05
-_LEAST_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
+_MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
 # Stopping also interrupts the waits for a device: this share of the time slows a rank about as much as half of its
 # processor time.
 RUNNING_FRACTION = 0.4
 # After a run that was longer than planned, because the helper itself was late, the process is stopped for longer, but
 # not for so long that it seems to hang.
-LONGEST_STOP_SECONDS = 0.5
+MAX_STOP_SECONDS = 0.5
 _GROUP_PREFIX = "rankscope-confined-"
 _ABANDONED_SECONDS = 60.0
 
@@ -77,7 +77,7 @@ class ControlGroup:
     def take(self, pid: int) -> None:
         self.folder.mkdir()
         period = round(PERIOD_SECONDS * 1e6)
-        quota = max(_LEAST_QUOTA_MICROSECONDS, round(period * self.core_fraction))
+        quota = max(_MIN_QUOTA_MICROSECONDS, round(period * self.core_fraction))
         if (self.folder / "cpu.max").exists():
             _write_existing(self.folder / "cpu.max", f"{quota} {period}")
         else:
@@ -156,7 +156,7 @@ def _stop_and_go(pid: int) -> None:
 
 def stop_seconds(ran_seconds: float) -> float:
     """For how long a process is stopped that ran for so long."""
-    return min(LONGEST_STOP_SECONDS, ran_seconds * (1 - RUNNING_FRACTION) / RUNNING_FRACTION)
+    return min(MAX_STOP_SECONDS, ran_seconds * (1 - RUNNING_FRACTION) / RUNNING_FRACTION)
 
 
 def _ended(handle: int, seconds: float) -> bool:

@@ -27,7 +27,7 @@ _PORT_ATTEMPTS = 3
 _STEPS_AHEAD = 2
 # A starved rank gets half of the processor time that it used, and never more than this.
 _STARVED_RATIO = 0.5
-_MOST_CORE_FRACTION = 0.15
+_MAX_CORE_FRACTION = 0.15
 
 
 class DemoJobError(RuntimeError):
@@ -189,14 +189,14 @@ class DemoJob:
 
     def _starving_fraction(self, rank: int) -> float:
         if not self._cpu_at_training:
-            return _MOST_CORE_FRACTION
+            return _MAX_CORE_FRACTION
         since, cpu_then = self._cpu_at_training[rank]
         seconds = time.monotonic() - since
         # A shorter interval would mostly show the 10 ms granularity of the kernel's accounting.
         if seconds < 1.0:
-            return _MOST_CORE_FRACTION
+            return _MAX_CORE_FRACTION
         used = (_cpu_seconds(self._processes[rank].pid) - cpu_then) / seconds
-        return min(_MOST_CORE_FRACTION, _STARVED_RATIO * used)
+        return min(_MAX_CORE_FRACTION, _STARVED_RATIO * used)
 
     def _end_processes(self) -> None:
         for number in (signal.SIGTERM, signal.SIGCONT):

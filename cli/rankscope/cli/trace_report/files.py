@@ -39,7 +39,7 @@ _BLOCK_BYTES = 1 << 20
 # Below this, starting processes costs more than they save.
 _POOL_TEXT_BYTES = 32 << 20
 _GZIP_RATIO = 12
-_MOST_PROCESSES = 8
+_MAX_PROCESSES = 8
 
 Made = TypeVar("Made")
 Progress = Callable[[int, int], None]  # files done, files
@@ -306,7 +306,7 @@ def _process_count(files: list[Path], asked: int | None) -> int:
     if asked is not None:
         return min(asked, len(files))
     text_bytes = sum(_size(path) * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path in files)
-    return min(os.cpu_count() or 1, len(files), _MOST_PROCESSES) if text_bytes > _POOL_TEXT_BYTES else 1
+    return min(os.cpu_count() or 1, len(files), _MAX_PROCESSES) if text_bytes > _POOL_TEXT_BYTES else 1
 
 
 def _size(path: Path) -> int:

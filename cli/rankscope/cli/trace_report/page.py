@@ -30,7 +30,7 @@ _PARTS_EXPLAINED = (
     "nothing of the colours before it ran. Communication here is what computation does not hide."
 )
 # Limit for a page that scrolls smoothly; the table has all ranks.
-_MOST_BARS = 256
+_MAX_BARS = 256
 _FOLDED_ABOVE = 32
 
 
@@ -38,7 +38,7 @@ _FOLDED_ABOVE = 32
 
 
 def part_plot(report: Report) -> str:
-    ranks = report.ranks[:_MOST_BARS]
+    ranks = report.ranks[:_MAX_BARS]
     present = [part for part in _PARTS if any(rank.parts_us[part[0]] > 0 for rank in ranks)]
     series = [Series(name, [rank.parts_us[key] for rank in ranks], colour) for key, name, colour in present]
     return stacked_bars([name_of(rank) for rank in ranks], series, axis=_TIME, row_title="rank")
@@ -77,7 +77,7 @@ def step_plot(report: Report) -> str:
 
 
 def arrival_plots(join: JoinReport) -> list[str]:
-    ranks = list(join.last_arrivals)[:_MOST_BARS]
+    ranks = list(join.last_arrivals)[:_MAX_BARS]
     marked = [row for row, rank in enumerate(ranks) if rank in join.culprits]
     labels = [str(rank) for rank in ranks]
     return [

@@ -25,7 +25,7 @@ from rankscope.cli.trace_report.files import BrokenFile, Progress, read_file, re
 
 SURPRISES = (ArithmeticError, LookupError, TypeError, ValueError)
 _DIMENSIONS = ("pp", "dp", "tp", "cp", "ep")
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def read_layout(parallelism: str | None, stages: str | None) -> Layout | None:
         return None
     sizes = _sizes(parallelism)
     world = math.prod(sizes.values())
-    if world > _MOST_RANKS:
+    if world > _MAX_RANKS:
         raise LayoutError(f"--parallelism {parallelism}: {world:,} ranks; next step: check the sizes")
     count = sizes.get("pp", 1)
     by_rank = tuple(stage for stage in range(count) for _ in range(world // count))
@@ -139,7 +139,7 @@ def _sizes(parallelism: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in parallelism.split(","):
         name, _, size = part.strip().partition("=")
-        if name not in _DIMENSIONS or name in sizes or not _is_count(size) or not 0 < int(size) < _MOST_RANKS:
+        if name not in _DIMENSIONS or name in sizes or not _is_count(size) or not 0 < int(size) < _MAX_RANKS:
             known = ", ".join(_DIMENSIONS)
             raise LayoutError(
                 f"--parallelism {parallelism}: cannot read {part.strip()!r}; next step: give {known} once each with a "

@@ -16,8 +16,8 @@ from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
 from rankscope.common.text import printable
 
-MOST_ROWS = 16
-_MOST_COLLECTIVES = 8
+MAX_ROWS = 16
+_MAX_COLLECTIVES = 8
 # Names of kernels can be thousands of characters long.
 _NAME_CHARACTERS = 76
 _KERNEL_NUMBERS_COLUMNS = 64
@@ -73,7 +73,7 @@ def _sentence(text: str) -> str:
 
 def _rank_table(report: Report) -> Table:
     ranks = [rank for rank in report.ranks if rank.span_us > 0]
-    many = len(ranks) > MOST_ROWS
+    many = len(ranks) > MAX_ROWS
     culprits = frozenset(report.join.culprits if report.join else ())
     table = make_table(("ranks" if many else "rank", *(name for name, _, _ in _COLUMNS)))
     if many:
@@ -220,7 +220,7 @@ def _print_collectives(report: Report, console: Terminal) -> None:
         return
     title = f"collectives of rank {name_of(rank)}"
     table = make_table(("count", "size", "median", "exposed", "algbw", "busbw", title), (title,))
-    for one in found[:_MOST_COLLECTIVES]:
+    for one in found[:_MAX_COLLECTIVES]:
         ranks = f" of {one.group_size}" if one.group_size else ""
         group = f" in {one.group or one.group_description}" if one.group or one.group_description else ""
         table.add_row(
@@ -234,8 +234,8 @@ def _print_collectives(report: Report, console: Terminal) -> None:
         )
     console.print()
     console.print(table)
-    if len(found) > _MOST_COLLECTIVES:
-        console.print(Text(f"… and {len(found) - _MOST_COLLECTIVES} more kinds (--json has all)", style="dim"))
+    if len(found) > _MAX_COLLECTIVES:
+        console.print(Text(f"… and {len(found) - _MAX_COLLECTIVES} more kinds (--json has all)", style="dim"))
 
 
 def _print_findings(report: Report, console: Terminal) -> None:

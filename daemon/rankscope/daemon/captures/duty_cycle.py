@@ -40,7 +40,7 @@ from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 EVENT_SECONDS: Final = 5e-6
 # Starting and stopping the profiler, and writing the trace beside the training.
 PAUSE_SECONDS: Final = 0.1
-LONGEST_STRIDE: Final = 1 << 20
+MAX_STRIDE: Final = 1 << 20
 log = logging.getLogger(__name__)
 DONE, FAILED, SKIPPED = "done", "failed", "skipped"
 BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
@@ -49,7 +49,7 @@ REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
 # libkineto polls every 5 s and needs its configuration shortly before the start. The lead leaves room for two polls: on
 # a busy machine one may be late.
 LEAD_SECONDS: Final = 14.0
-LEAST_LEAD_SECONDS: Final = 3.0
+MIN_LEAD_SECONDS: Final = 3.0
 # New ranks import, compile and warm up.
 YOUNG_WINDOWS: Final = 15
 # Waiting is sampled more often than this: a probe that reports steps but never waiting cannot measure it.
@@ -57,7 +57,7 @@ BLIND_WINDOWS: Final = 15
 # Gauges show the last capture for this many periods.
 SHOWN_PERIODS: Final = 3
 # Records of automatic captures. They must not displace captures that users requested.
-RECORDS_KEPT: Final = 16
+MAX_RECORDS: Final = 16
 
 
 # What a capture costs its job, and how often the budget allows one.
@@ -84,7 +84,7 @@ def stride(cost: float, settings: DutySettings) -> int:
     periods = cost / (settings.budget_ratio * settings.period_seconds)
     if periods <= 1:
         return 1
-    return LONGEST_STRIDE if periods >= LONGEST_STRIDE else int(2 ** ceil(log2(periods)))
+    return MAX_STRIDE if periods >= MAX_STRIDE else int(2 ** ceil(log2(periods)))
 
 
 # The result of a capture as part of the window that closes after it.
@@ -322,7 +322,7 @@ class DutyCycle:
         if slot == job.slot:
             return
         first_sight, job.slot = job.slot is None, slot
-        if first_sight and start < now + LEAST_LEAD_SECONDS:
+        if first_sight and start < now + MIN_LEAD_SECONDS:
             return
         if self._is_measured(ranks, windows) or not any(map(self._captures.is_able, ranks)):
             return  # the job does not need captures
@@ -411,7 +411,7 @@ class DutyCycle:
         newest_first = list(reversed(self._captures.kept()))
         jobs: set[str] = set()
         for capture_id, job in newest_first:
-            if job in jobs or len(jobs) >= RECORDS_KEPT:
+            if job in jobs or len(jobs) >= MAX_RECORDS:
                 self._captures.forget(capture_id)
             jobs.add(job)
 

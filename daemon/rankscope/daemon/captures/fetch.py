@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 from rankscope.daemon import procfs
 from rankscope.daemon.captures.orders import CaptureError, Reserve
 
-SIZE_LIMIT_BYTES: Final = 4 << 30
+MAX_SIZE_BYTES: Final = 4 << 30
 CHUNK_BYTES: Final = 1 << 20
 HOLE: Final = bytes(4096)
 # A recording, and beside it the artifact that is made of it, or its windows.
@@ -39,7 +39,7 @@ def take_file(
     target: Path,
     reserve: Reserve,
     proc_root: Path = Path("/proc"),
-    limit_bytes: int = SIZE_LIMIT_BYTES,
+    limit_bytes: int = MAX_SIZE_BYTES,
 ) -> os.stat_result:
     """Copy a text file that the process sees at `path` and that the process wrote; returns its status. Later changes to
     the process' own file do not affect the copy."""

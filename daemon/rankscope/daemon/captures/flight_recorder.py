@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.analysis.collectives.flight_recorder.catalog import DumpError
-from rankscope.analysis.collectives.flight_recorder.tail import TAIL_BYTES_MOST, make_tail
+from rankscope.analysis.collectives.flight_recorder.tail import MAX_TAIL_BYTES, make_tail
 from rankscope.common.text import printable
 from rankscope.daemon import procfs
 from rankscope.daemon.captures import probe_commands as commands
@@ -42,9 +42,9 @@ PARSE_SECONDS: Final = 6.0
 PARSE_CPU_SECONDS: Final = 5
 PARSE_MEMORY_BYTES: Final = 1 << 30
 # Of a request. Their tails together fit into one gRPC message.
-RANKS_MOST: Final = 32
+MAX_RANKS: Final = 32
 TEXT_CHARACTERS: Final = 512
-_TOO_MANY: Final = f"the recorders of {RANKS_MOST} ranks are read at a time; name fewer ranks"
+_TOO_MANY: Final = f"the recorders of {MAX_RANKS} ranks are read at a time; name fewer ranks"
 _NEXT: Final = (
     "start the job with the probe, or with TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (NCCL)"
 )
@@ -52,7 +52,7 @@ _NEXT: Final = (
 
 def read_tails(ranks: Sequence[RankProcess], proc_root: Path = Path("/proc")) -> dict[RankKey, FlightRecorderTail]:
     """Of each rank a tail, or why there is none. Takes seconds. Never raises."""
-    chosen = ranks[:RANKS_MOST]
+    chosen = ranks[:MAX_RANKS]
     tails = {rank.key: FlightRecorderTail(problem=_TOO_MANY) for rank in ranks}
     if not chosen:
         return tails
@@ -160,7 +160,7 @@ def _take(rank: RankProcess, answer: Answer, target: Path, proc_root: Path) -> s
     if answer.phase != ring_layout.PHASE_WRITTEN:
         return f"the probe could not dump the flight recorder: {answer.text}"
     try:
-        limit_bytes = ring_layout.RECORDER_BYTES_MOST
+        limit_bytes = ring_layout.MAX_RECORDER_BYTES
         commands.take_trace(rank, answer, target, _reserve, proc_root, limit_bytes)
     except (CaptureError, OSError) as error:
         return str(error)
@@ -189,7 +189,7 @@ def dump_paths(environment: Mapping[str, str], rank: int) -> tuple[str, ...]:
 def _fetch_file(rank: RankProcess, target: Path, step_unix_seconds: float | None, proc_root: Path) -> str:
     """The path of the file, as the process sees it. Raises CaptureError."""
     paths = dump_paths(rank.environment, rank.rank)
-    limit_bytes = ring_layout.RECORDER_BYTES_MOST
+    limit_bytes = ring_layout.MAX_RECORDER_BYTES
     problem = f"torch has written no dump to {paths[0]}; {_NEXT}"
     for path in paths:
         if not path.startswith("/"):
@@ -222,7 +222,7 @@ def _start_unix_seconds(rank: RankProcess) -> float:
 
 def _parse_all(folder: Path) -> None:
     """The smallest first: one that takes all of the time must not take that of the others."""
-    confine(memory_bytes=PARSE_MEMORY_BYTES, cpu_seconds=PARSE_CPU_SECONDS, file_bytes=TAIL_BYTES_MOST)
+    confine(memory_bytes=PARSE_MEMORY_BYTES, cpu_seconds=PARSE_CPU_SECONDS, file_bytes=MAX_TAIL_BYTES)
     for path in sorted(folder.glob("*.dump"), key=lambda one: one.stat().st_size):
         draft = path.with_suffix(".draft")
         try:

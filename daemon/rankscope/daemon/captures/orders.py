@@ -16,13 +16,13 @@ from rankscope.daemon import procfs
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import ring_layout
 
-STEPS_LIMIT = 100
-WAIT_STEPS_LIMIT = 1000
-WARMUP_STEPS_LIMIT = 100
-REPEAT_LIMIT = ring_layout.WINDOWS_LIMIT
-SECONDS_LIMIT = 60.0
+MAX_STEPS = 100
+MAX_WAIT_STEPS = 1000
+MAX_WARMUP_STEPS = 100
+MAX_REPEAT = ring_layout.MAX_WINDOWS
+MAX_SECONDS = 60.0
 DEFAULT_PATIENCE_SECONDS = 60.0
-PATIENCE_LIMIT_SECONDS = 600.0
+MAX_PATIENCE_SECONDS = 600.0
 
 Item = TypeVar("Item", bound=Hashable)
 

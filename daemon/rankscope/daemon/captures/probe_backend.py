@@ -16,7 +16,7 @@ import numpy as np
 
 from rankscope.daemon.captures import probe_commands as commands
 from rankscope.daemon.captures.orders import (
-    SECONDS_LIMIT,
+    MAX_SECONDS,
     CancelledError,
     CaptureError,
     Order,
@@ -45,8 +45,8 @@ LEAD_SECONDS: Final = 0.8
 LEAD_STEPS: Final = 2
 # Ranks whose counts differ by this much at the same time do not count alike.
 STEPS_APART: Final = 1.5
-AGREEMENTS_KEPT: Final = 64
-RECORDS_LOOKED_AT: Final = 64
+MAX_AGREEMENTS: Final = 64
+MAX_RECORDS: Final = 64
 UNKNOWN_STEP_SECONDS: Final = 1.0
 SINCE_STEP_SECONDS: Final = 3600.0
 
@@ -103,7 +103,7 @@ class ProbeBackend:
             if agreement is None:
                 start_step = self._planned_step(order, ring, step_seconds, early_steps)
                 self._agreements[key] = _Agreement(start_step, order.rank)
-                if len(self._agreements) > AGREEMENTS_KEPT:
+                if len(self._agreements) > MAX_AGREEMENTS:
                     self._agreements.popitem(last=False)
                 return start_step
         return agreement.start_step if self._count_alike(ring, agreement.rank, step_seconds) else 0
@@ -146,7 +146,7 @@ def _recent_step_seconds(ring: int, header: ring_reader.Header) -> float | None:
     """From the ring; None before two steps."""
     if not 0 < header.records < 1 << 53:
         return None
-    first = max(1, header.records - RECORDS_LOOKED_AT + 1)
+    first = max(1, header.records - MAX_RECORDS + 1)
     records, whole = ring_reader.read_records(ring, first, header.records)
     usable = whole & (records["span_ns"] > 0) & (records["span_ns"] < 1 << 50) & (records["steps"] > 0)
     if not usable.any():
@@ -171,7 +171,7 @@ class _Attempt:
         self._report = report
         self._cancelled = cancelled
         self._who = str(order.rank)
-        self._length_seconds = SECONDS_LIMIT if order.seconds is None else order.seconds
+        self._length_seconds = MAX_SECONDS if order.seconds is None else order.seconds
         options = order.options
         warmup_steps = options.warmup_steps
         if warmup_steps is None:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.common.text import printable
-from rankscope.daemon.captures.fetch import SIZE_LIMIT_BYTES, copy_file
+from rankscope.daemon.captures.fetch import MAX_SIZE_BYTES, copy_file
 from rankscope.daemon.captures.orders import CaptureError, Options, Reserve
 from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.steps import ring_reader
 from rankscope.daemon.steps.ring_reader import Header, RingError
 from rankscope.probe import ring_layout
 
-_STEP_AT_MOST: Final = 1 << 62
+_MAX_STEP: Final = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def read_answer(ring: int) -> Answer | None:
 def plausible(answer: Answer) -> bool:
     return (
         ring_layout.PHASE_ARMED <= answer.phase <= ring_layout.PHASE_OFF
-        and 0 <= answer.first_step < _STEP_AT_MOST
+        and 0 <= answer.first_step < _MAX_STEP
         and min(answer.start_nanos, answer.stop_nanos, answer.write_nanos, answer.trace_bytes) >= 0
     )
 
@@ -167,7 +167,7 @@ def take_trace(
         if ring_reader.seals_of(source) & needed != needed:
             raise CaptureError(f"{rank}: {link} is not sealed; it was not written by the probe; not touched")
         status = os.fstat(source)
-        allowed = SIZE_LIMIT_BYTES if limit_bytes is None else limit_bytes
+        allowed = MAX_SIZE_BYTES if limit_bytes is None else limit_bytes
         if status.st_size > allowed:
             raise CaptureError(
                 f"{rank}: the trace has {status.st_size} bytes, {allowed} are allowed; capture fewer steps"

@@ -19,7 +19,7 @@ from rankscope.daemon.captures.reservations import LASTING
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-CAPTURES_REMEMBERED = 256
+MAX_REMEMBERED_CAPTURES = 256
 # `requested_by` of automatic captures.
 DUTY_CYCLE = "duty cycle"
 FOLLOW_SECONDS = 1.0
@@ -48,7 +48,7 @@ class Records:
             self._captures[capture.id] = _copy(capture)
             finished = [key for key, known in self._captures.items() if known.state in FINAL]
             under_way = len(self._captures) - len(finished)
-            for key in surplus(finished, self._tenant, CAPTURES_REMEMBERED - under_way):
+            for key in surplus(finished, self._tenant, MAX_REMEMBERED_CAPTURES - under_way):
                 del self._captures[key]
             self._save(capture)
             self._changed.notify_all()

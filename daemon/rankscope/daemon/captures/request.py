@@ -14,12 +14,12 @@ from rankscope.common.text import printable
 from rankscope.daemon import procfs
 from rankscope.daemon.captures.orders import (
     DEFAULT_PATIENCE_SECONDS,
-    PATIENCE_LIMIT_SECONDS,
-    REPEAT_LIMIT,
-    SECONDS_LIMIT,
-    STEPS_LIMIT,
-    WAIT_STEPS_LIMIT,
-    WARMUP_STEPS_LIMIT,
+    MAX_PATIENCE_SECONDS,
+    MAX_REPEAT,
+    MAX_SECONDS,
+    MAX_STEPS,
+    MAX_WAIT_STEPS,
+    MAX_WARMUP_STEPS,
     BadRequestError,
     CaptureError,
     Options,
@@ -28,7 +28,7 @@ from rankscope.daemon.captures.orders import (
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-START_AHEAD_LIMIT_SECONDS = 600.0
+MAX_START_AHEAD_SECONDS = 600.0
 # It becomes the name of a directory.
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 NAME_CHARACTERS = 200
@@ -52,21 +52,19 @@ def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None
     if which is None:
         raise BadRequestError("say how long: --steps N or --seconds S")
     if which == "steps":
-        if not 1 <= request.steps <= STEPS_LIMIT:
-            raise BadRequestError(f"{request.steps} steps: a capture takes 1 to {STEPS_LIMIT}")
+        if not 1 <= request.steps <= MAX_STEPS:
+            raise BadRequestError(f"{request.steps} steps: a capture takes 1 to {MAX_STEPS}")
         return request.steps, None
-    if not 0.05 <= request.seconds <= SECONDS_LIMIT:  # also refuses NaN
-        raise BadRequestError(f"{request.seconds:g} seconds: a capture takes 0.05 to {SECONDS_LIMIT:g}")
+    if not 0.05 <= request.seconds <= MAX_SECONDS:  # also refuses NaN
+        raise BadRequestError(f"{request.seconds:g} seconds: a capture takes 0.05 to {MAX_SECONDS:g}")
     return None, request.seconds
 
 
 def patience_of(request: pb.StartCaptureRequest) -> float:
     if not request.HasField("patience_seconds"):
         return DEFAULT_PATIENCE_SECONDS
-    if not 0 <= request.patience_seconds <= PATIENCE_LIMIT_SECONDS:
-        raise BadRequestError(
-            f"a patience of {request.patience_seconds:g} s: 0 to {PATIENCE_LIMIT_SECONDS:g} can be had"
-        )
+    if not 0 <= request.patience_seconds <= MAX_PATIENCE_SECONDS:
+        raise BadRequestError(f"a patience of {request.patience_seconds:g} s: 0 to {MAX_PATIENCE_SECONDS:g} can be had")
     return request.patience_seconds
 
 
@@ -75,11 +73,11 @@ def start_of(request: pb.StartCaptureRequest, earliest_unix_seconds: float) -> f
     if not request.HasField("start_unix_millis"):
         return earliest_unix_seconds
     asked = request.start_unix_millis / 1000
-    if not earliest_unix_seconds - 0.5 <= asked <= earliest_unix_seconds + START_AHEAD_LIMIT_SECONDS:
+    if not earliest_unix_seconds - 0.5 <= asked <= earliest_unix_seconds + MAX_START_AHEAD_SECONDS:
         ahead = asked - earliest_unix_seconds
         raise BadRequestError(
             f"a start {abs(ahead):.1f} s {'after' if ahead > 0 else 'before'} the earliest these ranks can do; it may "
-            f"be up to {START_AHEAD_LIMIT_SECONDS:g} s after; are the clocks of the nodes right?"
+            f"be up to {MAX_START_AHEAD_SECONDS:g} s after; are the clocks of the nodes right?"
         )
     return max(asked, earliest_unix_seconds)
 
@@ -88,17 +86,17 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
     options = request.options
     warmup_steps = options.warmup_steps if options.HasField("warmup_steps") else None
     for asked, limit, what in (
-        (options.wait_steps, WAIT_STEPS_LIMIT, "steps of waiting"),
-        (warmup_steps or 0, WARMUP_STEPS_LIMIT, "steps of warm-up"),
-        (options.repeat, REPEAT_LIMIT, "windows"),
+        (options.wait_steps, MAX_WAIT_STEPS, "steps of waiting"),
+        (warmup_steps or 0, MAX_WARMUP_STEPS, "steps of warm-up"),
+        (options.repeat, MAX_REPEAT, "windows"),
     ):
         if asked > limit:
             raise BadRequestError(f"{asked} {what}: {limit} at most")
     repeat = max(1, options.repeat)
     # The process keeps all windows in memory until the last one ends.
-    if repeat * request.steps > STEPS_LIMIT or repeat * request.seconds > SECONDS_LIMIT:
+    if repeat * request.steps > MAX_STEPS or repeat * request.seconds > MAX_SECONDS:
         raise BadRequestError(
-            f"{repeat} windows of that length: a capture takes {STEPS_LIMIT} steps or {SECONDS_LIMIT:g} s in all"
+            f"{repeat} windows of that length: a capture takes {MAX_STEPS} steps or {MAX_SECONDS:g} s in all"
         )
     return Options(
         options.shapes,
@@ -173,7 +171,7 @@ def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, su
 
 # An open device file means a CUDA context, now or soon.
 _DEVICES = ("/dev/nvidia", "/dev/dxg")
-_DESCRIPTORS_LIMIT = 4096
+_MAX_DESCRIPTORS = 4096
 
 
 def uses_cuda(pid: int, proc_root: Path = Path("/proc")) -> bool:
@@ -188,7 +186,7 @@ def uses_cuda(pid: int, proc_root: Path = Path("/proc")) -> bool:
 
 def _has_device(pid: int, proc_root: Path) -> bool:
     for number, descriptor in enumerate((proc_root / str(pid) / "fd").iterdir()):
-        if number >= _DESCRIPTORS_LIMIT:
+        if number >= _MAX_DESCRIPTORS:
             return True
         try:
             if str(descriptor.readlink()).startswith(_DEVICES):

@@ -9,7 +9,7 @@ from rankscope.daemon.captures.orders import Backend, CaptureError, Options
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-ACTIVE_LIMIT = 8
+MAX_ACTIVE = 8
 # Of these, for tenants that have no capture under way.
 ACTIVE_SPARE = 4
 # Prefix of the note on a back end that was passed over.
@@ -107,9 +107,9 @@ class Reservations:
 
     def _check_places(self, tenant: str) -> None:
         own = [capture_id for capture_id, owner in self._tenants.items() if owner == tenant]
-        if len(self._tenants) >= ACTIVE_LIMIT:
-            raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
-        if own and len(self._tenants) >= ACTIVE_LIMIT - ACTIVE_SPARE:
+        if len(self._tenants) >= MAX_ACTIVE:
+            raise CaptureError(f"{MAX_ACTIVE} captures are under way on {self._node}; wait for one or cancel it")
+        if own and len(self._tenants) >= MAX_ACTIVE - ACTIVE_SPARE:
             raise CaptureError(
                 f"{len(self._tenants)} captures are under way on {self._node}, of {tenant}: {', '.join(own)}; the last "
                 f"{ACTIVE_SPARE} places are for others; wait for one or cancel it"

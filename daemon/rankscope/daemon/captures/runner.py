@@ -38,18 +38,18 @@ from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 # A job is a label: the job with the oldest capture is dropped.
-JOBS_KEPT = 64
+MAX_JOBS = 64
 RESULTS = {
     pb.CAPTURE_STATE_ANALYSED: "delivered",
     pb.CAPTURE_STATE_FAILED: "failed",
     pb.CAPTURE_STATE_CANCELLED: "cancelled",
 }
-PROCESSES_KEPT: Final = 1024
+MAX_PROCESSES: Final = 1024
 log = logging.getLogger(__name__)
 # Step time before and after a capture is averaged over this time.
 STEP_TIME_SECONDS = 6.0
 # From the request to the end of the recording: a start ahead, patience, the recording and its writing.
-LONGEST_SECONDS = 2400.0
+MAX_SECONDS = 2400.0
 # What a back end needs at most to notice that it is cancelled.
 STUCK_SECONDS = 30.0
 AWAIT_SECONDS = 0.2
@@ -78,7 +78,7 @@ class CaptureTally:
             if ratios:
                 self._slowdowns.pop(capture.job, None)
                 self._slowdowns[capture.job] = max(ratios)
-                while len(self._slowdowns) > JOBS_KEPT:
+                while len(self._slowdowns) > MAX_JOBS:
                     self._slowdowns.popitem(last=False)
 
     @property
@@ -108,7 +108,7 @@ class LearnedSteps:
         with self._lock:
             self._seconds[_process(rank)] = step_seconds
             self._seconds.move_to_end(_process(rank))
-            while len(self._seconds) > PROCESSES_KEPT:
+            while len(self._seconds) > MAX_PROCESSES:
                 self._seconds.popitem(last=False)
 
     def longest(self, ranks: Iterable[RankProcess]) -> float | None:
@@ -296,7 +296,7 @@ class CaptureRunner:
     def _await(self, capture_id: str, threads: Mapping[int, threading.Thread], stuck: set[int]) -> None:
         """Until all ranks are recorded. A rank whose file system never answers is given up when the capture takes too
         long, or some time after it is cancelled; its thread ends when the file system does."""
-        cancelled, give_up_at = self._reservations.cancelled(capture_id), time.monotonic() + LONGEST_SECONDS
+        cancelled, give_up_at = self._reservations.cancelled(capture_id), time.monotonic() + MAX_SECONDS
         while (alive := [number for number, thread in threads.items() if thread.is_alive()]) and (
             time.monotonic() < give_up_at
         ):

@@ -28,14 +28,14 @@ from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.samples import RankKey, RankProcess
-from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, Service, abort
+from rankscope.daemon.server.grpc_server import MAX_DOWNLOADS, Service, abort
 from rankscope.daemon.server.policies import PolicyDutyCycle
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
 CHUNK_BYTES = 256 * 1024
-WINDOWS_KEPT = 60
+MAX_WINDOWS = 60
 log = logging.getLogger(__name__)
 # Between the last rank's poll and the start: libkineto refuses a start that is too near.
 START_MARGIN_SECONDS = 1.5
@@ -69,12 +69,12 @@ class Downloads:
         now = time.monotonic()
         download, slowest = _Download(end, now), None
         with self._lock:
-            if len(self._running) >= DOWNLOADS_LIMIT:
+            if len(self._running) >= MAX_DOWNLOADS:
                 slowest = min(self._running, key=lambda running: running.bytes_per_second(now))
                 self._running.remove(slowest)
             self._running.append(download)
         if slowest is not None:
-            log.debug("%d downloads at once: the slowest gives way to a new one", DOWNLOADS_LIMIT)
+            log.debug("%d downloads at once: the slowest gives way to a new one", MAX_DOWNLOADS)
             slowest.end()
         try:
             yield download
@@ -179,7 +179,7 @@ class RecentSteps:
                     continue  # steps slowed by recording, reported late
                 if window.HasField("steps") and window.steps and window.HasField("step_seconds"):
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
-                    kept = self._windows.setdefault(key, deque(maxlen=WINDOWS_KEPT))
+                    kept = self._windows.setdefault(key, deque(maxlen=MAX_WINDOWS))
                     kept.append((start, end, window.steps, window.step_seconds.mean))
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None:

@@ -15,7 +15,7 @@ from rankscope.daemon import procfs
 from rankscope.daemon.blocking_reads import BlockedError
 from rankscope.daemon.captures.fetch import ROOM_FACTOR
 from rankscope.daemon.captures.orders import (
-    SECONDS_LIMIT,
+    MAX_SECONDS,
     CancelledError,
     CaptureError,
     Order,
@@ -73,7 +73,7 @@ class StacksBackend:
                 raise CancelledError(f"{order.rank}: cancelled")
         seconds = _seconds(order)
         output = workspace.folder / f"rank{order.rank.rank}.folded"
-        workspace.reserve(output, ROOM_FACTOR * pyspy.OUTPUT_LIMIT_BYTES)
+        workspace.reserve(output, ROOM_FACTOR * pyspy.MAX_OUTPUT_BYTES)
         start_unix_millis = round(time.time() * 1000)
         report(Stage.RUNNING)
         log = self._run(order, seconds, output, cancelled)
@@ -81,8 +81,8 @@ class StacksBackend:
         errors = parse_errors(log)
         if errors > ERRORS_NOTED_RATIO * RATE_HZ * seconds:
             notes.append(f"{errors} samples could not be read")
-        if output.stat().st_size >= pyspy.OUTPUT_LIMIT_BYTES:
-            notes.append(f"cut off at {pyspy.OUTPUT_LIMIT_BYTES} bytes")
+        if output.stat().st_size >= pyspy.MAX_OUTPUT_BYTES:
+            notes.append(f"cut off at {pyspy.MAX_OUTPUT_BYTES} bytes")
         return Recording(output, is_trace=False, start_unix_millis=start_unix_millis, notes=tuple(notes))
 
     def _run(self, order: Order, seconds: int, output: Path, cancelled: threading.Event) -> str:
@@ -111,4 +111,4 @@ class StacksBackend:
 
 def _seconds(order: Order) -> int:
     """Whole seconds, as py-spy requires."""
-    return math.ceil(min(SECONDS_LIMIT, max(1.0, order.record_seconds or UNKNOWN_STEPS_SECONDS)))
+    return math.ceil(min(MAX_SECONDS, max(1.0, order.record_seconds or UNKNOWN_STEPS_SECONDS)))

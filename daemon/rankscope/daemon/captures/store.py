@@ -22,19 +22,19 @@ from google.protobuf import json_format
 from rankscope.common.private_folder import FolderError, claim
 from rankscope.daemon.captures.orders import CaptureError, Workspace, surplus
 from rankscope.daemon.captures.probe_commands import window_file
-from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, FINAL
+from rankscope.daemon.captures.records import FINAL, MAX_REMEMBERED_CAPTURES
 from rankscope.v1 import capture_service_pb2 as pb
 
-CAPTURES_LIMIT = 2000
+MAX_CAPTURES = 2000
 log = logging.getLogger(__name__)
 # Ids come from requests: a path is made of nothing else.
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _OURS: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
 RECORD: Final = "capture.json"
 WORKSPACE: Final = "recording"
-RECORD_LIMIT_BYTES: Final = 16 << 20
+MAX_RECORD_BYTES: Final = 16 << 20
 TENANT: Final = "tenant"
-TENANT_LIMIT_BYTES: Final = 1024
+MAX_TENANT_BYTES: Final = 1024
 FEWER: Final = "capture fewer steps or ranks, or raise --capture-quota-bytes"
 LOST: Final = "the daemon restarted during this capture; ask again"
 
@@ -69,7 +69,7 @@ class Usage:
     now_unix_seconds: float
 
 
-def choose_to_go(
+def captures_to_evict(
     kept: Sequence[Kept], usage: Usage, needed_bytes: int, quota: Quota, tenant: str = ""
 ) -> tuple[set[Kept], str | None]:
     """The captures to remove, and why there is still no room for `needed_bytes` more of a tenant; None if there is. If
@@ -77,7 +77,7 @@ def choose_to_go(
     removable = sorted((one for one in kept if not one.is_active), key=lambda one: (one.begun_unix_seconds, one.name))
     going = {one for one in removable if usage.now_unix_seconds - one.begun_unix_seconds > quota.age_seconds}
     left = [one for one in removable if one not in going]
-    going.update(surplus(left, lambda one: one.tenant, CAPTURES_LIMIT - (len(kept) - len(removable))))
+    going.update(surplus(left, lambda one: one.tenant, MAX_CAPTURES - (len(kept) - len(removable))))
     reserve_bytes = quota.free_ratio * usage.disk_bytes
     sizes = Counter({tenant: needed_bytes})
     queues: dict[str, deque[Kept]] = {}
@@ -235,7 +235,7 @@ class Store:
         self.sweep()
         known = []
         oldest_first = sorted(self._captures(), key=_made_unix_seconds)
-        forgotten = set(surplus(oldest_first, lambda path: self.tenant(path.name), CAPTURES_REMEMBERED))
+        forgotten = set(surplus(oldest_first, lambda path: self.tenant(path.name), MAX_REMEMBERED_CAPTURES))
         for path in oldest_first:
             capture = None if path in forgotten else self._read(path)
             if capture is None:
@@ -249,7 +249,7 @@ class Store:
 
     def _read(self, path: Path) -> pb.Capture | None:
         try:
-            if (path / RECORD).stat().st_size > RECORD_LIMIT_BYTES:
+            if (path / RECORD).stat().st_size > MAX_RECORD_BYTES:
                 raise ValueError("too long")
             text = (path / RECORD).read_bytes()
             capture = json_format.Parse(text, pb.Capture(), ignore_unknown_fields=True)  # written by a later version
@@ -269,7 +269,7 @@ class Store:
             free -= unwritten
         tenant = "" if capture_id is None else self.tenant(capture_id)
         usage = Usage(total, free, self._unix_seconds())
-        going, objection = choose_to_go(kept, usage, needed_bytes, self._quota, tenant)
+        going, objection = captures_to_evict(kept, usage, needed_bytes, self._quota, tenant)
         for one in going:
             log.info("capture %s of %s makes room", one.name, one.tenant or "an unknown tenant")
             self._remove(one.name)
@@ -361,6 +361,6 @@ def _size(path: Path) -> int:
 def _read_tenant(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(TENANT_LIMIT_BYTES).decode(errors="replace")
+            return file.read(MAX_TENANT_BYTES).decode(errors="replace")
     except OSError:
         return ""  # of an earlier version

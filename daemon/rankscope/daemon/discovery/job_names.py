@@ -13,7 +13,7 @@ from itertools import count
 
 from rankscope.common.text import printable_name
 from rankscope.daemon.discovery.process_table import KnownProcess
-from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, Claim
+from rankscope.daemon.discovery.rank_environment import MAX_JOB_LENGTH, Claim
 from rankscope.daemon.samples import PodRun, RankProcess
 
 
@@ -152,4 +152,4 @@ def _scopes(place: Place, is_apart: bool) -> Iterator[str]:
 
 
 def _joined(name: str, scope: str) -> str:
-    return printable_name(f"{name}@{scope}", JOB_LENGTH_LIMIT) if scope else name
+    return printable_name(f"{name}@{scope}", MAX_JOB_LENGTH) if scope else name

@@ -177,7 +177,7 @@ class ProcessTable:
             if known.claim is not None:
                 is_large = known.maps_bytes >= LARGE_MAPS_BYTES
                 if not known.has_torch and (not is_large or self._may_read(known.maps_bytes)):
-                    limit_bytes = procfs.MAPS_LIMIT_BYTES if is_large else LARGE_MAPS_BYTES
+                    limit_bytes = procfs.MAX_MAPS_BYTES if is_large else LARGE_MAPS_BYTES
                     known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit_bytes)
                 return
             if known.is_python is None:

@@ -12,9 +12,9 @@ from typing import Final, NamedTuple, Protocol
 
 from rankscope.common.text import printable, printable_name
 
-JOB_LENGTH_LIMIT: Final = 128
-WORLD_SIZE_LIMIT: Final = 10_000_000
-KEPT_LENGTH_LIMIT: Final = 4096  # of all values together
+MAX_JOB_LENGTH: Final = 128
+MAX_WORLD_SIZE: Final = 10_000_000
+MAX_KEPT_LENGTH: Final = 4096  # of all values together
 
 # The only variables that leave this module with a RankProcess: an environment holds secrets, and has no bounds.
 KEPT_NAMES: Final = (
@@ -87,7 +87,7 @@ class InvalidClaim:
 def kept(environment: Variables) -> dict[str, str]:
     """A value that is too long is left out rather than cut: half a path is another path."""
     found: dict[str, str] = {}
-    left = KEPT_LENGTH_LIMIT
+    left = MAX_KEPT_LENGTH
     for name in KEPT_NAMES:
         value = environment.get(name)
         if value is not None and len(value) <= left:
@@ -108,7 +108,7 @@ def read_claim(environment: Variables) -> Claim | InvalidClaim | None:
 def _claim(scheme: Scheme, rank_text: str, world_text: str, environment: Variables) -> Claim | InvalidClaim:
     world_size = _number(world_text)
     if world_size is None or world_size < 1:
-        return _invalid(scheme.world_size, world_text, f"not a number from 1 to {WORLD_SIZE_LIMIT}")
+        return _invalid(scheme.world_size, world_text, f"not a number from 1 to {MAX_WORLD_SIZE}")
     rank = _number(rank_text)
     if rank is None or rank >= world_size:
         return _invalid(scheme.rank, rank_text, f"not a number from 0 to {world_size - 1} ({scheme.world_size} - 1)")
@@ -119,7 +119,7 @@ def _claim(scheme: Scheme, rank_text: str, world_text: str, environment: Variabl
         return _invalid(scheme.local_rank, local_text or "", f"not a number from 0 to {world_size - 1}")
     named = _run_name(environment)
     return Claim(
-        printable_name(named.name, JOB_LENGTH_LIMIT),
+        printable_name(named.name, MAX_JOB_LENGTH),
         rank,
         local_rank,
         world_size,
@@ -136,7 +136,7 @@ def lone_claim(environment: Variables, pid: int) -> Claim:
     named = _run_name(environment)
     name = f"local-{pid}" if named.name == _endpoint(environment) else named.name
     return Claim(
-        printable_name(name, JOB_LENGTH_LIMIT),
+        printable_name(name, MAX_JOB_LENGTH),
         *(0, 0, 1),
         is_loopback=True,
         has_run_id=named.has_run_id,
@@ -148,10 +148,10 @@ def lone_claim(environment: Variables, pid: int) -> Claim:
 def _number(text: str) -> int | None:
     text = text.strip()
     # str.isdigit alone takes superscripts, int() takes underscores and signs.
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(WORLD_SIZE_LIMIT))):
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_WORLD_SIZE))):
         return None
     number = int(text)
-    return number if number <= WORLD_SIZE_LIMIT else None
+    return number if number <= MAX_WORLD_SIZE else None
 
 
 def _invalid(name: str, text: str, reason: str) -> InvalidClaim:

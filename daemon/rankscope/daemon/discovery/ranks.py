@@ -18,12 +18,12 @@ from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, kep
 from rankscope.daemon.samples import PodRun, Problem, RankProcess
 
 INIT_PID: Final = 1
-PROBLEMS_LIMIT: Final = 32
-OWNERS_LIMIT: Final = 16
-GENERATIONS_LIMIT: Final = 64
+MAX_PROBLEMS: Final = 32
+MAX_OWNERS: Final = 16
+MAX_GENERATIONS: Final = 64
 MAX_RANKS: Final = 1024
 # So many ranks of a pod or user that are watched already are not given up for newcomers: a node's GPUs.
-KEPT_PER_OWNER: Final = 8
+MAX_KEPT_PER_OWNER: Final = 8
 OTHER_OWNERS: Final = "others"
 
 Result = TypeVar("Result")
@@ -178,9 +178,9 @@ class RankDiscovery:
             for known in watched
             if isinstance(known.claim, InvalidClaim)
         ]
-        if len(problems) > PROBLEMS_LIMIT:
-            rest = len(problems) - PROBLEMS_LIMIT
-            problems[PROBLEMS_LIMIT:] = [Problem("discovery", "identity", f"{rest} more processes like these")]
+        if len(problems) > MAX_PROBLEMS:
+            rest = len(problems) - MAX_PROBLEMS
+            problems[MAX_PROBLEMS:] = [Problem("discovery", "identity", f"{rest} more processes like these")]
         # Init is nobody's rank, and may hold capabilities that even root here lacks.
         denied = len([known for known in self._table if known.is_denied and known.pid != INIT_PID])
         if blocked := procfs.BLOCKING.blocked:
@@ -207,7 +207,7 @@ def share(ranks: Sequence[Claimant], limit: int) -> tuple[Sequence[Claimant], Se
     for number, claimant in enumerate(sorted(ranks, key=lambda each: each.rank is None)):
         is_new, turn = claimant.rank is None, taken[claimant.place.owner]
         taken[claimant.place.owner] += 1
-        order.append(((is_new or turn >= KEPT_PER_OWNER, turn, is_new, number), claimant))
+        order.append(((is_new or turn >= MAX_KEPT_PER_OWNER, turn, is_new, number), claimant))
     order.sort(key=lambda entry: entry[0])
     claimants = [claimant for _, claimant in order]
     return claimants[:limit], claimants[limit:]
@@ -215,8 +215,8 @@ def share(ranks: Sequence[Claimant], limit: int) -> tuple[Sequence[Claimant], Se
 
 def _by_owner(claimants: Sequence[Claimant]) -> Mapping[str, int]:
     counts = Counter(claimant.place.owner for claimant in claimants).most_common()
-    by_owner = dict(counts[:OWNERS_LIMIT])
-    if rest := sum(number for _, number in counts[OWNERS_LIMIT:]):
+    by_owner = dict(counts[:MAX_OWNERS])
+    if rest := sum(number for _, number in counts[MAX_OWNERS:]):
         by_owner[OTHER_OWNERS] = rest
     return by_owner
 
@@ -244,7 +244,7 @@ def relatives(bearers: Collection[KnownProcess], parent_of: Callable[[int], int 
 
 
 def _lineage(pid: int | None, parent_of: Callable[[int], int | None]) -> Iterator[int]:
-    for _ in range(GENERATIONS_LIMIT):
+    for _ in range(MAX_GENERATIONS):
         if not pid:
             return
         yield pid

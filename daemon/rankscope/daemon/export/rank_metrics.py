@@ -28,7 +28,7 @@ PROCESS_COUNTERS = (
     "involuntary_switches",
     "voluntary_switches",
 )
-PROBLEMS_LOOKED_AT = 64
+MAX_PROBLEMS = 64
 PROBLEMS_PER_RANK = 6
 PROBLEMS_IN_STANDARD = 3
 MEMORY_KINDS = ("allocated", "reserved", "peak_allocated", "total")
@@ -40,7 +40,7 @@ GROUP_KINDS = {
     ring_layout.GROUP_RECORDER: "recorder",
     ring_layout.GROUP_NCCL: "nccl",
 }
-MAX_COLLECTIVES = ring_layout.GROUPS_AT_MOST
+MAX_COLLECTIVES = ring_layout.MAX_GROUPS
 # Where NCCL tells all waiting, time in the same collectives would be waiting twice.
 BESIDE_NCCL = (ring_layout.GROUP_NCCL, ring_layout.GROUP_POINT_TO_POINT)
 
@@ -276,9 +276,7 @@ def _phase_ratios(rank: _Rank) -> Mapping[str, float]:
 
 
 def _problems(rank: _Rank) -> Mapping[tuple[str, str], float]:
-    kinds = dict.fromkeys(
-        ((problem.source, problem.kind) for problem in rank.report.problems[:PROBLEMS_LOOKED_AT]), 1.0
-    )
+    kinds = dict.fromkeys(((problem.source, problem.kind) for problem in rank.report.problems[:MAX_PROBLEMS]), 1.0)
     return dict(list(kinds.items())[: PROBLEMS_PER_RANK if rank.full else PROBLEMS_IN_STANDARD])
 
 

@@ -26,7 +26,7 @@ from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
 
 ANSWER_BYTES: Final = 8 << 20
 ANSWER_SECONDS: Final = 5.0
-KEPT: Final = 64
+MAX_KEPT: Final = 64
 NEXT_STEP: Final = "see that dcgm-exporter runs on this node and that dcgm_url is right"
 GPUS_READ: Final = 256
 LINES_READ: Final = 200_000
@@ -198,7 +198,7 @@ class DcgmSource:
         self._url = url
         self._interval_seconds = interval_seconds
         self._latest = GpuSnapshot("dcgm", SourceState.STARTING)
-        self._kept: deque[GpuSnapshot] = deque(maxlen=KEPT)
+        self._kept: deque[GpuSnapshot] = deque(maxlen=MAX_KEPT)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 

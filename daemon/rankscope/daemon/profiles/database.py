@@ -20,7 +20,7 @@ from rankscope.analysis.profiles.profile import Profile
 from rankscope.common.private_folder import FolderError, claim
 from rankscope.common.text import one_line
 from rankscope.daemon.profiles.segment import (
-    PERIOD_NANOS_LIMIT,
+    MAX_PERIOD_NANOS,
     DamagedError,
     Interval,
     SegmentFullError,
@@ -36,8 +36,8 @@ VERSION: Final = 1
 PAGE_BYTES: Final = 4096
 BUSY_SECONDS: Final = 5.0
 SEGMENT_SECONDS: Final = 3600.0
-SEGMENTS_AT_LEAST: Final = 8  # in the whole size, so that making room removes little
-FILES_LIMIT: Final = 1024  # a daemon that is started again and again begins many
+MIN_SEGMENTS: Final = 8  # in the whole size, so that making room removes little
+MAX_FILES: Final = 1024  # a daemon that is started again and again begins many
 # Errors of SQLite that say nothing about the content of the file.
 OUTSIDE: Final = ("is full", "disk I/O", "locked", "readonly", "unable to open", "out of memory", "interrupted")
 _NAME: Final = re.compile(r"profiles-(\d{6,9})\.sqlite")
@@ -90,7 +90,7 @@ class RankInterval(NamedTuple):
     def period_nanos(self) -> int:
         """That a sample stands for, on average."""
         nanos = sum(recording.samples * recording.period_nanos for recording in self.recordings)
-        return min(nanos // max(1, self.samples), PERIOD_NANOS_LIMIT)
+        return min(nanos // max(1, self.samples), MAX_PERIOD_NANOS)
 
 
 class SegmentFile(NamedTuple):
@@ -204,7 +204,7 @@ class Database:
         return len(rows)
 
     def _is_over(self, current: _Current, now_seconds: float) -> bool:
-        is_large = self._files[current.number].size_bytes > self._limits.total_bytes / SEGMENTS_AT_LEAST
+        is_large = self._files[current.number].size_bytes > self._limits.total_bytes / MIN_SEGMENTS
         return is_large or now_seconds - current.begun_seconds >= SEGMENT_SECONDS
 
     def _begin_segment(self, now_seconds: float) -> _Current:
@@ -236,7 +236,7 @@ class Database:
         least_end_unix_nanos = unix_nanos - round(self._limits.age_seconds * 1e9)
         for file in list(self._files.values()):
             is_old = not file.intervals or file.span.end_unix_nanos < least_end_unix_nanos
-            if is_old or self.size_bytes > limit_bytes or len(self._files) >= FILES_LIMIT:
+            if is_old or self.size_bytes > limit_bytes or len(self._files) >= MAX_FILES:
                 self._remove(file)
         if limit_bytes < 0:
             raise OSError(errno.ENOSPC, f"{usage.free} of {usage.total} bytes are free on the disk; make room on it")

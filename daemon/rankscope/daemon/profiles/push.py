@@ -22,7 +22,7 @@ from rankscope.daemon.profiles.database import RankInterval
 from rankscope.daemon.profiles.pyroscope import REFUSED, PushError, Pyroscope, push_request
 from rankscope.daemon.samples import Problem
 
-ARRIVING_LIMIT: Final = 1024  # intervals that are not encoded yet
+MAX_ARRIVING: Final = 1024  # intervals that are not encoded yet
 CLOSE_SECONDS: Final = 1.0
 INVALID: Final = "invalid"
 EXPIRED: Final = "expired"
@@ -64,7 +64,7 @@ class ProfilePusher:
         self._server = server
         self._node = node
         self._limits = limits
-        self._arriving: queue.Queue[RankInterval | None] = queue.Queue(ARRIVING_LIMIT)
+        self._arriving: queue.Queue[RankInterval | None] = queue.Queue(MAX_ARRIVING)
         self._queue: deque[_Queued] = deque()
         self._failed_in_a_row = 0
         self._next_seconds = 0.0

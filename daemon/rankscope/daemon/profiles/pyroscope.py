@@ -31,7 +31,7 @@ from rankscope.common.http_client import REQUEST_FAILURES, requested
 from rankscope.common.run_names import run_labels
 from rankscope.common.text import one_line, printable
 from rankscope.daemon.profiles.database import RankInterval
-from rankscope.daemon.profiles.segment import FRAMES_PER_STACK_LIMIT, NAME_CHARACTERS, SAMPLES_LIMIT, clean_name
+from rankscope.daemon.profiles.segment import MAX_FRAMES_PER_STACK, MAX_SAMPLES, NAME_CHARACTERS, clean_name
 
 PATH: Final = "/push.v1.PusherService/Push"
 # With the units of our profiles this is the type wall:wall:nanoseconds:wall:nanoseconds, which Grafana knows.
@@ -39,7 +39,7 @@ PROFILE_NAME: Final = "wall"
 ANSWER_BYTES: Final = 256 << 10  # with its headers
 REASON_BYTES: Final = 4096
 REASON_CHARACTERS: Final = 300
-RETRY_AFTER_LIMIT_SECONDS: Final = 600.0
+MAX_RETRY_AFTER_SECONDS: Final = 600.0
 FILE_BYTES: Final = 1 << 20
 TOKEN: Final = re.compile(r"[\x20-\x7e]{1,8192}")
 
@@ -68,8 +68,8 @@ def push_request(interval: RankInterval, node: str) -> bytes:
     stacks: defaultdict[str, list[SampledStack]] = defaultdict(list)
     for recording in interval.recordings:
         for stack, samples in recording.stacks.items():
-            count = min(samples, SAMPLES_LIMIT)
-            cleaned = tuple(map(_clean, stack[:FRAMES_PER_STACK_LIMIT]))
+            count = min(samples, MAX_SAMPLES)
+            cleaned = tuple(map(_clean, stack[:MAX_FRAMES_PER_STACK]))
             stacks[phase_of(stack)].append(SampledStack(cleaned, count, count * recording.period_nanos))
     span = interval.span
     labels = {
@@ -217,7 +217,7 @@ def _retry_after_seconds(headers: http.client.HTTPMessage) -> float:
         seconds = float(text) if text[:1].isdigit() else parsedate_to_datetime(text).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return 0.0
-    return min(max(0.0, seconds), RETRY_AFTER_LIMIT_SECONDS) if math.isfinite(seconds) else 0.0
+    return min(max(0.0, seconds), MAX_RETRY_AFTER_SECONDS) if math.isfinite(seconds) else 0.0
 
 
 @lru_cache(maxsize=16_384)

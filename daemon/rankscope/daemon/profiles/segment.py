@@ -24,20 +24,20 @@ from rankscope.common.text import printable
 from rankscope.daemon.samples import Recording
 
 NAME_CHARACTERS: Final = 256
-FRAMES_PER_STACK_LIMIT: Final = 512
+MAX_FRAMES_PER_STACK: Final = 512
 # Of one interval of one rank, so that others have room too.
-STACKS_PER_INTERVAL_LIMIT: Final = 8192  # of all of its recordings
-NEW_FRAMES_LIMIT: Final = 4096
+MAX_STACKS_PER_INTERVAL: Final = 8192  # of all of its recordings
+MAX_NEW_FRAMES: Final = 4096
 # Of a segment: numbers take two bytes, and the writer keeps the stacks in memory. An interval fits into an empty one.
-NUMBERS_LIMIT: Final = 1 << 16
-STACKS_LIMIT: Final = 1 << 15
-STACK_FRAMES_LIMIT: Final = STACKS_PER_INTERVAL_LIMIT * FRAMES_PER_STACK_LIMIT
+MAX_NUMBERS: Final = 1 << 16
+MAX_STACKS: Final = 1 << 15
+MAX_STACK_FRAMES: Final = MAX_STACKS_PER_INTERVAL * MAX_FRAMES_PER_STACK
 MORE_FRAMES: Final = Frame("(more frames)", "", 0)
-SAMPLES_LIMIT: Final = 1_000_000  # of a stack in an interval
+MAX_SAMPLES: Final = 1_000_000  # of a stack in an interval
 # Numbers beyond these come from no recording.
-RANK_LIMIT: Final = 1 << 31
-PERIOD_NANOS_LIMIT: Final = 10**12
-CHUNK_LIMIT_BYTES: Final = 256 << 20  # a damaged chunk must not fill the memory
+MAX_RANK: Final = 1 << 31
+MAX_PERIOD_NANOS: Final = 10**12
+MAX_CHUNK_BYTES: Final = 256 << 20  # a damaged chunk must not fill the memory
 COMPRESSION_LEVEL: Final = 1  # takes half the time of the default, for a fifth more bytes
 
 Key = TypeVar("Key", Frame, str)
@@ -82,7 +82,7 @@ class SegmentWriter:
 
     def encode(self, recordings: Iterable[Recording]) -> bytes:
         """The columns of an interval. Raises SegmentFullError; the recordings are then not part of this segment."""
-        self._frames_left = NEW_FRAMES_LIMIT
+        self._frames_left = MAX_NEW_FRAMES
         rows = []
         for recording in recordings:
             thread = self._name(recording.thread)
@@ -90,9 +90,9 @@ class SegmentWriter:
                 number = self._stacks.get(stack)
                 rows.append((self._new_stack(stack) if number is None else number, thread, count))
         stacks, threads, samples = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
-        keys, places = np.unique(stacks * NUMBERS_LIMIT + threads, return_inverse=True)
-        stacks, threads = np.divmod(keys, NUMBERS_LIMIT)
-        totals = np.minimum(np.bincount(places, samples, len(keys)), SAMPLES_LIMIT)
+        keys, places = np.unique(stacks * MAX_NUMBERS + threads, return_inverse=True)
+        stacks, threads = np.divmod(keys, MAX_NUMBERS)
+        totals = np.minimum(np.bincount(places, samples, len(keys)), MAX_SAMPLES)
         columns = (np.diff(stacks, prepend=0).astype("u2"), threads.astype("u2"), totals.astype("u4"))
         return _compress(b"".join(column.tobytes() for column in columns))
 
@@ -115,7 +115,7 @@ class SegmentWriter:
 
     def _new_stack(self, stack: Stack) -> int:
         """A stack with other frames than the dictionary has may become one that is known."""
-        stack = stack[:FRAMES_PER_STACK_LIMIT]
+        stack = stack[:MAX_FRAMES_PER_STACK]
         try:
             numbers = array("H", [*map(self._frames.__getitem__, stack)])
         except KeyError:
@@ -124,7 +124,7 @@ class SegmentWriter:
         number = self._stacks.get(frames)
         if number is None:
             self._stack_frames += len(frames)
-            if len(self._stacks) >= STACKS_LIMIT or self._stack_frames > STACK_FRAMES_LIMIT:
+            if len(self._stacks) >= MAX_STACKS or self._stack_frames > MAX_STACK_FRAMES:
                 raise SegmentFullError
             phase = self._name(phase_of(frames))
             self._stacks[frames] = number = len(self._stacks)
@@ -196,7 +196,7 @@ class SegmentReader:
 
     def _rows(self, interval: Interval) -> Ints:
         rank, period_nanos, columns = interval
-        if not (_is_below(rank, RANK_LIMIT) and _is_below(period_nanos, PERIOD_NANOS_LIMIT + 1)):
+        if not (_is_below(rank, MAX_RANK) and _is_below(period_nanos, MAX_PERIOD_NANOS + 1)):
             raise DamagedError("an interval of an impossible rank or period")
         content = _decompress(columns)
         count, rest = divmod(len(content), 8)
@@ -206,14 +206,14 @@ class SegmentReader:
         threads, samples = _numbers(content[2 * count : 4 * count], "u2"), _numbers(content[4 * count :], "u4")
         _check(stacks, len(self.stack_ends))
         _check(threads, len(self.names))
-        _check(samples, SAMPLES_LIMIT + 1)
+        _check(samples, MAX_SAMPLES + 1)
         ranks = np.full(count, rank)
         return np.stack([stacks, ranks, threads, self.stack_phases[stacks], samples, samples * period_nanos])
 
 
 def _number(numbers: dict[Key, int], key: Key) -> int:
     number = numbers.setdefault(key, len(numbers))
-    if number >= NUMBERS_LIMIT:
+    if number >= MAX_NUMBERS:
         raise SegmentFullError
     return number
 
@@ -243,7 +243,7 @@ def _decompress(content: object) -> bytes:
         raise DamagedError("a blob is not one")
     decompressor = zlib.decompressobj()
     try:
-        plain = decompressor.decompress(content, CHUNK_LIMIT_BYTES)
+        plain = decompressor.decompress(content, MAX_CHUNK_BYTES)
     except zlib.error as error:
         raise DamagedError(str(error)) from error
     if not decompressor.eof:

@@ -18,7 +18,7 @@ from rankscope.analysis.profiles.profile import Profile
 from rankscope.analysis.profiles.stack_groups import frame_text
 from rankscope.common.text import printable
 from rankscope.common.token_bucket import TokenBucket
-from rankscope.daemon.profiles.segment import RANK_LIMIT
+from rankscope.daemon.profiles.segment import MAX_RANK
 from rankscope.daemon.profiles.store import ProfileStore, Query
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StallDump
 from rankscope.daemon.server.grpc_server import Service, abort
@@ -28,12 +28,12 @@ from rankscope.v1 import profile_service_pb2_grpc
 CHUNK_BYTES: Final = 256 * 1024
 # Of a request, whose message has at most 64 KiB.
 NAME_CHARACTERS: Final = 512
-RANKS_LIMIT: Final = 16384
-NAMES_LIMIT: Final = 1024  # threads, phases and pods
-SPAN_LIMIT_SECONDS: Final = 86400.0
+MAX_RANKS: Final = 16384
+MAX_NAMES: Final = 1024  # threads, phases and pods
+MAX_SPAN_SECONDS: Final = 86400.0
 # Of an answer: what readers of profiles take.
-ROWS_LIMIT: Final = 1 << 18
-FRAMES_LIMIT: Final = 128  # of one stack
+MAX_ROWS: Final = 1 << 18
+MAX_FRAMES: Final = 128  # of one stack
 TEXT_CHARACTERS: Final = 512
 # Reading costs the daemon CPU time: so many at once, and a caller waits so long for its turn.
 QUERIES_AT_ONCE: Final = 2
@@ -157,8 +157,8 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
             text = f"no phase {printable(unknown[0], 64)!r}; there are {', '.join(PHASES)}"
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, text)
         span = Span(selection.start_unix_nanos, selection.end_unix_nanos or time.time_ns())
-        if not 0.0 < span.seconds <= SPAN_LIMIT_SECONDS or span.start_unix_nanos < 0:
-            text = f"a time of {span.seconds:.0f} s; say one of up to {SPAN_LIMIT_SECONDS / 3600:.0f} h"
+        if not 0.0 < span.seconds <= MAX_SPAN_SECONDS or span.start_unix_nanos < 0:
+            text = f"a time of {span.seconds:.0f} s; say one of up to {MAX_SPAN_SECONDS / 3600:.0f} h"
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, text)
         return Query(
             selection.job,
@@ -214,7 +214,7 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
         stack = pb.RankStack(rank=rank.rank, node=self._node)
         if isinstance(found, StallDump):
             stack.phase = found.phase
-            stack.frames.extend(frame_text(frame) for frame in found.stack[:FRAMES_LIMIT])
+            stack.frames.extend(frame_text(frame) for frame in found.stack[:MAX_FRAMES])
         else:
             problem = "there was no time left for it; name fewer ranks" if found is None else found.text
             stack.problem = printable(problem, TEXT_CHARACTERS)
@@ -249,16 +249,16 @@ def _check_names(job: str, ranks: Collection[int], *names: Collection[str]) -> N
 
     if not job:
         refuse("name the run; `rankscope top` lists them")
-    if len(ranks) > RANKS_LIMIT or any(rank >= RANK_LIMIT for rank in ranks):
-        refuse(f"ranks: up to {RANKS_LIMIT} numbers below {RANK_LIMIT} can be named")
-    if any(len(group) > NAMES_LIMIT for group in names):
-        refuse(f"up to {NAMES_LIMIT} names of a kind can be given")
+    if len(ranks) > MAX_RANKS or any(rank >= MAX_RANK for rank in ranks):
+        refuse(f"ranks: up to {MAX_RANKS} numbers below {MAX_RANK} can be named")
+    if any(len(group) > MAX_NAMES for group in names):
+        refuse(f"up to {MAX_NAMES} names of a kind can be given")
     if any(len(name) > NAME_CHARACTERS for name in (job, *(name for group in names for name in group))):
         refuse(f"a name has more than {NAME_CHARACTERS} characters")
 
 
 def _check_size(profile: Profile) -> None:
-    if len(profile.stack) > ROWS_LIMIT:
+    if len(profile.stack) > MAX_ROWS:
         text = f"{len(profile.stack)} distinct stacks by rank; name fewer ranks or a shorter time"
         raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 

@@ -20,14 +20,14 @@ from rankscope.analysis.profiles.profile import Profile, SampledStack, merge
 from rankscope.common.text import printable_name
 from rankscope.daemon.config import Config
 from rankscope.daemon.profiles.database import Database, Limits, RankInterval, StoreError, read
-from rankscope.daemon.profiles.segment import PERIOD_NANOS_LIMIT, RANK_LIMIT, STACKS_PER_INTERVAL_LIMIT, DamagedError
+from rankscope.daemon.profiles.segment import MAX_PERIOD_NANOS, MAX_RANK, MAX_STACKS_PER_INTERVAL, DamagedError
 from rankscope.daemon.samples import Problem, Recording, Span
 
 RUN_CHARACTERS: Final = 288  # no name that the operator gives, with its number, is cut
-QUEUE_LIMIT: Final = 512  # recordings
-INTERVALS_LIMIT: Final = 1024  # not written yet
+MAX_QUEUE: Final = 512  # recordings
+MAX_INTERVALS: Final = 1024  # not written yet
 CLOSE_SECONDS: Final = 5.0
-UNIX_NANOS_LIMIT: Final = 1 << 62  # a time beyond it comes from no recording
+MAX_UNIX_NANOS: Final = 1 << 62  # a time beyond it comes from no recording
 
 # Gets the intervals that are over, whether or not the disk took them. It must neither block nor raise.
 Listener: TypeAlias = Callable[[Sequence[RankInterval]], None]
@@ -80,7 +80,7 @@ class ProfileStore:
         self._unix_nanos = unix_nanos
         self._monotonic_seconds = monotonic_seconds
         self._listener = listener
-        self._queue: queue.Queue[Recording | threading.Event] = queue.Queue(QUEUE_LIMIT)
+        self._queue: queue.Queue[Recording | threading.Event] = queue.Queue(MAX_QUEUE)
         self._open: dict[tuple[str, int, int], _Open] = {}  # by run, rank and start
         self._moving = threading.Lock()  # from open to stored; held while the disk is written
         self._status = StoreStatus()
@@ -160,15 +160,15 @@ class ProfileStore:
         interval_nanos = round(self._interval_seconds * 1e9)
         start = span.start_unix_nanos // interval_nanos * interval_nanos
         is_plausible = (
-            0 <= recording.rank < RANK_LIMIT
-            and 0 <= start < UNIX_NANOS_LIMIT
-            and 0 <= recording.period_nanos < PERIOD_NANOS_LIMIT
+            0 <= recording.rank < MAX_RANK
+            and 0 <= start < MAX_UNIX_NANOS
+            and 0 <= recording.period_nanos < MAX_PERIOD_NANOS
         )
         key = (_run_name(recording.run), recording.rank, start)
-        has_room = key in self._open or len(self._open) < INTERVALS_LIMIT
+        has_room = key in self._open or len(self._open) < MAX_INTERVALS
         interval = self._open.get(key) or _Open(now_seconds, Span(start, start + interval_nanos))
         stacks = interval.stacks + len(recording.stacks)
-        if not (is_plausible and has_room and recording.stacks and stacks <= STACKS_PER_INTERVAL_LIMIT):
+        if not (is_plausible and has_room and recording.stacks and stacks <= MAX_STACKS_PER_INTERVAL):
             self._count(lost=recording.samples)
             return
         interval.recordings.append(recording)

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 # Longer than a handshake may take: a connection without a call by then was refused.
 PATIENCE_SECONDS = 12.0
 LOG_SECONDS = 60.0
-ARRIVALS_REMEMBERED = 1 << 16
-PEERS_REMEMBERED = 4096
+MAX_ARRIVALS = 1 << 16
+MAX_PEERS = 4096
 
 
 class Arrivals:
@@ -50,7 +50,7 @@ class Arrivals:
         self._patience_seconds = patience_seconds
         self._log_seconds = log_seconds
         self._lock = threading.Lock()
-        self._waiting: deque[float] = deque(maxlen=ARRIVALS_REMEMBERED)
+        self._waiting: deque[float] = deque(maxlen=MAX_ARRIVALS)
         self._peers: dict[str, float] = {}  # when each was last seen
         self._is_waiting = False
         self._unlogged = 0
@@ -66,7 +66,7 @@ class Arrivals:
         """A call came over a connection with a valid certificate; `peer` is its address and port."""
         with self._lock:
             seen_at = self._peers.get(peer, float("-inf"))
-            if len(self._peers) >= PEERS_REMEMBERED:
+            if len(self._peers) >= MAX_PEERS:
                 self._peers.clear()
             self._peers[peer] = time.monotonic()
             # Ports are used again: a later arrival may be another connection from the same one.
@@ -103,7 +103,7 @@ class Arrivals:
 
 # Daemons have certificates of the same authority: one that was stolen from a node must not open the other nodes.
 OPERATOR_ROLE = "rankscope-operator"
-CALLERS_REMEMBERED = 256
+MAX_CALLERS = 256
 NOT_AN_OPERATOR = "this certificate is not an operator's"
 UNREADABLE = "the request cannot be read"
 REQUEST_SECONDS = 10.0
@@ -152,7 +152,7 @@ class CallGuard:
             return
         address = context.peer().rpartition(":")[0]
         shown = ", ".join(sorted(known_as))[:200]
-        if (address, shown) not in self._logged and len(self._logged) < CALLERS_REMEMBERED:
+        if (address, shown) not in self._logged and len(self._logged) < MAX_CALLERS:
             self._logged.add((address, shown))
             log.warning("refused %s: its certificate is of %r, not of %s", address, shown, OPERATOR_ROLE)
         context.abort(grpc.StatusCode.PERMISSION_DENIED, NOT_AN_OPERATOR)
@@ -195,7 +195,7 @@ def _unknown_method(request: object, context: grpc.ServicerContext) -> None:
 
 
 # For downloads and short calls (lists, health, reflection), beside the readers that each keep a thread.
-DOWNLOADS_LIMIT = 8
+MAX_DOWNLOADS = 8
 SHORT_CALL_THREADS = 8
 # Silent and slow connections are closed, and cannot use up all file descriptors.
 OPTIONS = (
@@ -304,7 +304,7 @@ class GrpcServer:
     for TCP with TLS to grpc.secure_channel."""
 
     def __init__(self, services: Sequence[Service], socket_lock: SocketLock | None, config: Config) -> None:
-        threads = config.watch_readers + DOWNLOADS_LIMIT + SHORT_CALL_THREADS
+        threads = config.watch_readers + MAX_DOWNLOADS + SHORT_CALL_THREADS
         files = TlsFiles.of(config)
         arrivals = None if files is None else Arrivals()
         self._certificates = None if files is None or arrivals is None else Certificates(files, arrivals.came)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 # Roles that may read /metrics where it has TLS. A scraper's certificate is good for nothing else.
 READERS = frozenset({"rankscope-metrics", "rankscope-operator"})
-CALLERS_REMEMBERED = 256
+MAX_CALLERS = 256
 # Of a core, for all callers: some tens of scrapes a second. Callers beyond that wait.
 CORE_RATIO = 0.01
 
@@ -78,7 +78,7 @@ class MetricsServer:
         if shown & READERS:
             return True
         refusal = (request.address, ", ".join(sorted(shown))[:200])
-        if refusal not in self._logged and len(self._logged) < CALLERS_REMEMBERED:
+        if refusal not in self._logged and len(self._logged) < MAX_CALLERS:
             self._logged.add(refusal)
             wanted = ", ".join(sorted(READERS))
             log.warning("refused /metrics to %s: its certificate is of %r, not of %s", *refusal, wanted)

@@ -25,16 +25,16 @@ from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest, HeldPolicy, Ru
 
 log = logging.getLogger(__name__)
 
-RUNS_LIMIT = 1024
-PODS_LIMIT = 1024
-NAMED_PODS_LIMIT = 4096  # of all runs; a kubelet runs some hundreds
+MAX_RUNS = 1024
+MAX_PODS = 1024
+MAX_NAMED_PODS = 4096  # of all runs; a kubelet runs some hundreds
 TEXT_CHARACTERS = 512
-SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 5.0, 3600.0
+MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 5.0, 3600.0
 # As the daemon's own settings allow.
-RATE_HERTZ_LIMIT = 100.0
-DUTY_STEPS_LIMIT = 100
+MAX_RATE_HERTZ = 100.0
+MAX_DUTY_STEPS = 100
 DUTY_SECONDS = (60.0, 86400.0)
-NOTES_LIMIT = 32
+MAX_NOTES = 32
 
 
 class BadPolicyError(ValueError):
@@ -70,10 +70,8 @@ class PolicyBoard:
     def apply(self, request: ApplyPoliciesRequest) -> list[str]:
         """What was not taken as it was asked for."""
         lease = request.lease_seconds
-        if not SHORTEST_LEASE_SECONDS <= lease <= LONGEST_LEASE_SECONDS:
-            raise BadPolicyError(
-                f"a lease of {lease:g} s; from {SHORTEST_LEASE_SECONDS:g} to {LONGEST_LEASE_SECONDS:g}"
-            )
+        if not MIN_LEASE_SECONDS <= lease <= MAX_LEASE_SECONDS:
+            raise BadPolicyError(f"a lease of {lease:g} s; from {MIN_LEASE_SECONDS:g} to {MAX_LEASE_SECONDS:g}")
         notes: list[str] = []
         until = self._monotonic_seconds() + lease
         with self._lock:
@@ -84,15 +82,15 @@ class PolicyBoard:
                 if not policy.pods or not _has_rates(policy):
                     if self._held.pop(run, None) is not None:
                         log.info("policy of %r: withdrawn", run[:128])
-                elif run not in self._held and len(self._held) >= RUNS_LIMIT:
-                    notes.append(f"{run[:128]}: this node keeps policies of {RUNS_LIMIT} runs at most")
+                elif run not in self._held and len(self._held) >= MAX_RUNS:
+                    notes.append(f"{run[:128]}: this node keeps policies of {MAX_RUNS} runs at most")
                 else:
                     kept = _bounded(policy, self._base_hertz, notes)
                     before = self._held.get(run)
                     if before is None or before.policy != kept:
                         log.info("policy of %r: %s", run[:128], _told(kept))
                     self._held[run] = _Held(kept, until)
-        return notes[:NOTES_LIMIT]
+        return notes[:MAX_NOTES]
 
     def _name_pods(self, policy: RunPolicy) -> list[str]:
         """Replaces the pods of the run. The oldest are forgotten first where there are too many."""
@@ -101,8 +99,8 @@ class PolicyBoard:
             return [f"{printable(policy.run, 128)}: not the name of a run; it is NAMESPACE/RUN"]
         named = PodRun(policy.run, policy.attempt)
         runs = {uid: known for uid, known in self._runs.items() if known.name != named.name}
-        runs |= {uid[:TEXT_CHARACTERS]: named for uid in policy.pods[:PODS_LIMIT]}
-        self._runs = dict(list(runs.items())[-NAMED_PODS_LIMIT:])
+        runs |= {uid[:TEXT_CHARACTERS]: named for uid in policy.pods[:MAX_PODS]}
+        self._runs = dict(list(runs.items())[-MAX_NAMED_PODS:])
         return []
 
     def held(self) -> list[HeldPolicy]:
@@ -155,14 +153,14 @@ class PolicyBoard:
 
 def _bounded(policy: RunPolicy, base_hertz: float, notes: list[str]) -> RunPolicy:
     run = policy.run[:TEXT_CHARACTERS]
-    kept = RunPolicy(run=run, pods=[pod[:TEXT_CHARACTERS] for pod in policy.pods[:PODS_LIMIT]])
+    kept = RunPolicy(run=run, pods=[pod[:TEXT_CHARACTERS] for pod in policy.pods[:MAX_PODS]])
     if policy.HasField("stack_rate_hertz"):
         if base_hertz <= 0:
             notes.append(f"{run[:128]}: stacks are off on this node by its own configuration (stack_rate_hertz)")
         else:
-            kept.stack_rate_hertz = _clamped(policy.stack_rate_hertz, 0.0, RATE_HERTZ_LIMIT, f"{run[:128]}: Hz", notes)
+            kept.stack_rate_hertz = _clamped(policy.stack_rate_hertz, 0.0, MAX_RATE_HERTZ, f"{run[:128]}: Hz", notes)
     if policy.HasField("duty_cycle_steps"):
-        kept.duty_cycle_steps = min(policy.duty_cycle_steps, DUTY_STEPS_LIMIT)
+        kept.duty_cycle_steps = min(policy.duty_cycle_steps, MAX_DUTY_STEPS)
         seconds = policy.duty_cycle_seconds
         kept.duty_cycle_seconds = _clamped(seconds, *DUTY_SECONDS, f"{run[:128]}: seconds of the duty cycle", notes)
     return kept

@@ -24,7 +24,7 @@ _LOOK_EVERY_SECONDS: Final = 0.01
 # The process is not stopped, so py-spy fails if a thread moves on while its frames are read.
 _ATTEMPTS: Final = 5
 _WORKERS_PER_RANK: Final = 8
-_WORKERS_AT_MOST: Final = 64
+_MAX_WORKERS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def dump_stacks(
         has_time = time.monotonic() < deadline_seconds
         if has_time and not isinstance(stack, Problem) and _inside_loader(stack) == ():
             workers_of[rank.key] = _workers(rank, proc_root)
-    workers = [worker for of_rank in workers_of.values() for worker in of_rank][:_WORKERS_AT_MOST]
+    workers = [worker for of_rank in workers_of.values() for worker in of_rank][:_MAX_WORKERS]
     inside, more_cpu_seconds = _dump_all(py_spy, workers, killed, proc_root, deadline_seconds)
     by_rank: dict[RankKey, StallDump | Problem] = {}
     for rank in ranks:

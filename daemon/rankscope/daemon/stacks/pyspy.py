@@ -23,19 +23,19 @@ from rankscope.daemon.blocking_reads import BlockedError
 from rankscope.daemon.collector import blocked
 from rankscope.daemon.samples import Problem, RankProcess
 
-OUTPUT_LIMIT_BYTES: Final = 16 * 1024 * 1024
-LOG_LIMIT_BYTES: Final = 64 * 1024
+MAX_OUTPUT_BYTES: Final = 16 * 1024 * 1024
+MAX_LOG_BYTES: Final = 64 * 1024
 # In place of the output's path: the child writes to memory.
 IN_MEMORY: Final = Path("memory")
 # A killed child ends at once, or after a moment on a busy machine. Each that does not takes a few megabytes.
 STUCK_SECONDS: Final = 1.0
 STUCK_PER_OWNER: Final = 4
-STUCK_AT_MOST: Final = 32
+MAX_STUCK: Final = 32
 # A CUDA process has 100 to 300.
-THREADS_AT_MOST: Final = 1000
+MAX_THREADS: Final = 1000
 
 _CHILD_LIMITS: Final = (
-    (resource.RLIMIT_FSIZE, OUTPUT_LIMIT_BYTES),
+    (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES),
     (resource.RLIMIT_AS, 4 * 1024 * 1024 * 1024),
     (resource.RLIMIT_CPU, 20),  # seconds; also ends a child whose daemon was killed
     (resource.RLIMIT_CORE, 0),
@@ -109,11 +109,11 @@ class Child:
 
     @property
     def log(self) -> str:
-        return os.pread(self._log, LOG_LIMIT_BYTES, 0).decode("utf-8", "replace")
+        return os.pread(self._log, MAX_LOG_BYTES, 0).decode("utf-8", "replace")
 
     @property
     def output(self) -> str:
-        return os.pread(self._output, OUTPUT_LIMIT_BYTES, 0).decode("utf-8", "replace")
+        return os.pread(self._output, MAX_OUTPUT_BYTES, 0).decode("utf-8", "replace")
 
     @property
     def cpu_seconds(self) -> float:
@@ -193,7 +193,7 @@ class KilledChildren:
         own = next((child for child, held in stuck if held.key == rank.key), None)
         if own is not None:
             what = f"py-spy (pid {own.pid}) does not end: it waits for a file of this process, and its file system"
-        elif sum(held.owner == rank.owner for _, held in stuck) >= STUCK_PER_OWNER or len(stuck) >= STUCK_AT_MOST:
+        elif sum(held.owner == rank.owner for _, held in stuck) >= STUCK_PER_OWNER or len(stuck) >= MAX_STUCK:
             what = f"{len(stuck)} py-spy processes do not end: they wait for files of other ranks, whose file system"
         else:
             return None
@@ -240,11 +240,9 @@ def objection(rank: RankProcess, process_folder: str) -> Problem | None:
         return blocked("stacks", rank)
     except (OSError, ValueError):
         return None  # it ended; py-spy says so
-    if threads <= THREADS_AT_MOST:
+    if threads <= MAX_THREADS:
         return None
-    return Problem(
-        "stacks", "threads", f"{rank}: it has {threads} threads; stacks are read of {THREADS_AT_MOST} at most"
-    )
+    return Problem("stacks", "threads", f"{rank}: it has {threads} threads; stacks are read of {MAX_THREADS} at most")
 
 
 def missing(looked_for: Path | None) -> Problem:

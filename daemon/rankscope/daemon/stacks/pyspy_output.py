@@ -15,8 +15,8 @@ from rankscope.analysis.profiles.frames import Frame, Stack
 from rankscope.analysis.profiles.phases import is_engine
 from rankscope.common.text import printable
 
-FRAMES_PER_STACK_LIMIT: Final = 512
-NAME_LENGTH_LIMIT: Final = 256
+MAX_FRAMES_PER_STACK: Final = 512
+MAX_NAME_LENGTH: Final = 256
 
 ThreadIds: TypeAlias = Callable[[], Collection[int]]
 Unparsed = TypeVar("Unparsed")
@@ -24,7 +24,7 @@ Unparsed = TypeVar("Unparsed")
 # Before Python 3.11, a thread does not know its id in the kernel: py-spy prints Python's own id, an address.
 _THREAD: Final = re.compile(r"thread \((0x[0-9A-F]{1,16}|\d{1,18})\)(?:: (.*))?")
 _TALLY: Final = re.compile(r"Samples: \d{1,12} Errors: (\d{1,12})")
-_LINE_LENGTH_LIMIT: Final = 256 * 1024
+_MAX_LINE_LENGTH: Final = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def parse_recording(text: str, pids: Collection[int], engine_threads: ThreadIds 
         path, _, count = line.rpartition(" ")
         head, _, body = path.partition(";")
         match = _THREAD.fullmatch(head)
-        if match is None or not _is_number(count) or len(line) > _LINE_LENGTH_LIMIT:
+        if match is None or not _is_number(count) or len(line) > _MAX_LINE_LENGTH:
             garbled_lines += bool(line)
             continue
         shown_id, name = match.groups()
@@ -91,7 +91,7 @@ def parse_dump(text: str, pids: Collection[int], engine_threads: ThreadIds = fro
             raise ValueError("py-spy dump printed a thread without frames")
         stack = tuple(
             Frame(_clean(str(frame.get("name"))), _clean(str(frame.get("filename"))), _integer(frame.get("line")))
-            for frame in frames[:FRAMES_PER_STACK_LIMIT]
+            for frame in frames[:MAX_FRAMES_PER_STACK]
         )
         torch_samples = int(any("/torch/" in frame.file for frame in stack))
         name = str(entry.get("thread_name") or "")
@@ -102,7 +102,7 @@ def parse_dump(text: str, pids: Collection[int], engine_threads: ThreadIds = fro
     stack = training.stacks[0][0]
     if stack and is_engine(stack[0]):
         for thread in _candidates_for_engine(threads, training, engine_threads):
-            return (*thread.stacks[0][0], *stack)[:FRAMES_PER_STACK_LIMIT]
+            return (*thread.stacks[0][0], *stack)[:MAX_FRAMES_PER_STACK]
     return stack
 
 
@@ -132,7 +132,7 @@ def _within_engine(stacks: Counter[Stack], inside: Counter[Stack]) -> Counter[St
         for outer in waiting:
             taken = min(left, merged[outer])
             if taken:
-                merged[(*inner, *outer)[:FRAMES_PER_STACK_LIMIT]] += taken
+                merged[(*inner, *outer)[:MAX_FRAMES_PER_STACK]] += taken
                 merged[outer] -= taken
                 left -= taken
     return +merged
@@ -170,7 +170,7 @@ def _parse_stack(body: str) -> Stack | None:
     """A frame is "function (file:line)". File names may contain ";" and brackets, but rarely ");": frames end there."""
     if not body.endswith(")"):
         return None
-    tokens = body[:-1].split(");")[-FRAMES_PER_STACK_LIMIT:]
+    tokens = body[:-1].split(");")[-MAX_FRAMES_PER_STACK:]
     frames = [_parse_frame(token) for token in reversed(tokens)]
     return tuple(frame for frame in frames if frame is not None)
 
@@ -196,4 +196,4 @@ def _integer(value: object) -> int:
 
 def _clean(name: str) -> str:
     """Names are shown in terminals and web pages: no control characters, and the end of a long path matters most."""
-    return printable(name if len(name) <= NAME_LENGTH_LIMIT else "…" + name[-NAME_LENGTH_LIMIT:])
+    return printable(name if len(name) <= MAX_NAME_LENGTH else "…" + name[-MAX_NAME_LENGTH:])

@@ -20,18 +20,18 @@ from rankscope.daemon.stacks import pyspy
 from rankscope.daemon.stacks.pyspy_output import parse_errors, parse_recording
 from rankscope.daemon.stacks.sampling_budget import Plan, back_off_seconds
 
-FRAMES_KEPT: Final = 64
+MAX_FRAMES: Final = 64
 # Frames of the program's own source come first: its author can change them. Some library frames stay in any case: they
 # show what the program waits for.
-LIBRARY_FRAMES_KEPT: Final = 16
-ERRORS_LIMIT_RATIO: Final = 0.5
+MAX_LIBRARY_FRAMES: Final = 16
+MAX_ERRORS_RATIO: Final = 0.5
 # py-spy randomises the pauses between its samples, and a busy machine stretches them.
 OVERSTAY_FACTOR: Final = 2.0
 OVERSTAY_SECONDS: Final = 3.0
-RECORDINGS_KEPT: Final = 16
+MAX_RECORDINGS: Final = 16
 # What recordings of a rank may take: the CPU time of one, which is ten times that of a process with 200 threads, and on
 # average twice the budget of a rank. The rest of the budget is for the other ranks.
-CPU_SECONDS_LIMIT: Final = 2.0
+MAX_CPU_SECONDS: Final = 2.0
 RANK_CORE_RATIO: Final = 0.02
 # One recording in so long may cost more without a pause after it: py-spy has been seen to take 2 s of CPU time on a
 # process that was importing torch, and a few milliseconds a sample from then on.
@@ -68,11 +68,11 @@ def summarise(stacks: Mapping[Stack, int], errors: int, span: Span) -> StackSamp
 
 
 def _largest(counts: list[FrameCount]) -> tuple[FrameCount, ...]:
-    if len(counts) > FRAMES_KEPT:
+    if len(counts) > MAX_FRAMES:
         own = sorted((count for count in counts if is_user_code(count.frame)), key=_weight)
         library = sorted((count for count in counts if not is_user_code(count.frame)), key=_own_weight)
-        own_kept = max(FRAMES_KEPT - LIBRARY_FRAMES_KEPT, FRAMES_KEPT - len(library))
-        counts = [*own[:own_kept], *library[: FRAMES_KEPT - min(len(own), own_kept)]]
+        own_kept = max(MAX_FRAMES - MAX_LIBRARY_FRAMES, MAX_FRAMES - len(library))
+        counts = [*own[:own_kept], *library[: MAX_FRAMES - min(len(own), own_kept)]]
     return tuple(sorted(counts, key=_weight))
 
 
@@ -124,7 +124,7 @@ class RankRecorder:
         self._not_before_seconds = -math.inf
         self._forgiven_at_seconds = -math.inf
         self._plan: Plan | None = None
-        self._ended: deque[_Ended] = deque(maxlen=RECORDINGS_KEPT)
+        self._ended: deque[_Ended] = deque(maxlen=MAX_RECORDINGS)
         self._failures = 0
         self._problem: Problem | None = None
 
@@ -172,7 +172,7 @@ class RankRecorder:
             self._pause_for_cost(running.started_seconds, ended.cpu_seconds, now_seconds)
             self._read_output(running, ended, now_seconds)
             return ended.cpu_seconds
-        is_expensive = running.child.cpu_seconds > CPU_SECONDS_LIMIT
+        is_expensive = running.child.cpu_seconds > MAX_CPU_SECONDS
         if is_expensive or now_seconds >= running.kill_at_seconds:
             self.close()
             problem = pyspy.explain_failure(self.rank, None, "", self._is_alive())
@@ -220,7 +220,7 @@ class RankRecorder:
             span = Span(end - round((now_seconds - running.started_seconds) * 1e9), end)
             self._ended.append(_Ended(recording.stacks, errors, span))
             self._keep(Recording(self.rank.job, self.rank.rank, span, running.period_nanos, recording.stacks))
-        if errors <= ERRORS_LIMIT_RATIO * (samples + errors) and samples:
+        if errors <= MAX_ERRORS_RATIO * (samples + errors) and samples:
             self._failures, self._problem = 0, None
         elif not self._is_alive():
             self._fail(pyspy.explain_failure(self.rank, ended, log, False), now_seconds)

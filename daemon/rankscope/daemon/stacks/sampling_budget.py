@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from typing import Final
 
 # The lowest rate while a rank is recorded.
-LEAST_RATE_HERTZ: Final = 5
+MIN_RATE_HERTZ: Final = 5
 # Attaching costs as much as twenty samples of a process with many threads: longer recordings are cheaper, shorter ones
 # give results sooner.
 ATTACHING_SAMPLES: Final = 20
 SAMPLES_WANTED: Final = 40
-SHORTEST_SECONDS, LONGEST_SECONDS = 4, 8
+MIN_SECONDS, MAX_SECONDS = 4, 8
 RECORDED_RATIOS: Final = (0.75, 0.5, 0.25, 0.125)
 
 FAILURES_BEFORE_BACK_OFF: Final = 3
-BACK_OFF_LIMIT_SECONDS: Final = 60.0
+MAX_BACK_OFF_SECONDS: Final = 60.0
 
 OBSERVED_SECONDS: Final = 20.0
 PERIODS_OBSERVED: Final = 2
 # A new rank costs this once: finding it while it imports, and the first recording. So does one that ends.
 ARRIVAL_SECONDS: Final = 0.1
 RECOVERY_SECONDS: Final = 30.0
-RECOVERY_SECONDS_MAX: Final = 600.0
+MAX_RECOVERY_SECONDS: Final = 600.0
 RECOVERY_BELOW_RATIO: Final = 0.75
 TARGET_RATIO: Final = 0.9
-RAISE_FACTOR_MAX: Final = 2.0
+MAX_RAISE_FACTOR: Final = 2.0
 # The cost of a sample by threads, and the share of the budget for sampling, before anything was measured: a first
 # guess, so that processes with many threads do not cost too much until then.
 SAMPLE_SECONDS: Final = 0.0002
@@ -69,10 +69,10 @@ def plan_at(average_hertz: float) -> Plan | None:
     """The recordings that average this many samples per second, pauses included. None: no recordings."""
     if average_hertz <= 0:
         return None
-    rate_hz = max(LEAST_RATE_HERTZ, int(average_hertz))
+    rate_hz = max(MIN_RATE_HERTZ, int(average_hertz))
     recorded_ratio = min(1.0, average_hertz / rate_hz)
-    seconds = math.ceil(SAMPLES_WANTED / rate_hz) if recorded_ratio == 1.0 else int(LONGEST_SECONDS * recorded_ratio)
-    seconds = min(LONGEST_SECONDS, max(SHORTEST_SECONDS, seconds))
+    seconds = math.ceil(SAMPLES_WANTED / rate_hz) if recorded_ratio == 1.0 else int(MAX_SECONDS * recorded_ratio)
+    seconds = min(MAX_SECONDS, max(MIN_SECONDS, seconds))
     return Plan(seconds, rate_hz, seconds / recorded_ratio)
 
 
@@ -80,13 +80,13 @@ def back_off_seconds(plan: Plan, failures: int, is_permanent: bool) -> float:
     """The pause after `failures` recordings of a rank in a row: none at first, unless the cause is permanent, then
     twice as long after each."""
     excess = failures - (1 if is_permanent else FAILURES_BEFORE_BACK_OFF) + 1
-    return min(BACK_OFF_LIMIT_SECONDS, plan.period_seconds * 2.0 ** min(excess, 10)) if excess > 0 else 0.0
+    return min(MAX_BACK_OFF_SECONDS, plan.period_seconds * 2.0 ** min(excess, 10)) if excess > 0 else 0.0
 
 
 def rate_ladder(full_hertz: float) -> tuple[float, ...]:
     """Average rates to choose from: whole numbers down to the floor, then pauses; the last one is off."""
-    lower = [float(rate) for rate in range(math.ceil(full_hertz) - 1, LEAST_RATE_HERTZ - 1, -1)]
-    paused = [LEAST_RATE_HERTZ * ratio for ratio in RECORDED_RATIOS]
+    lower = [float(rate) for rate in range(math.ceil(full_hertz) - 1, MIN_RATE_HERTZ - 1, -1)]
+    paused = [MIN_RATE_HERTZ * ratio for ratio in RECORDED_RATIOS]
     return tuple(dict.fromkeys((max(0.0, full_hertz), *(rate for rate in (*lower, *paused) if rate < full_hertz), 0.0)))
 
 
@@ -173,7 +173,7 @@ class Budget:
     def _lower_by_guess(self, threads: float) -> None:
         affordable = GUESSED_SHARE * self._core_ratio_per_rank
         per_sample = SAMPLE_SECONDS + SAMPLE_SECONDS_PER_THREAD * threads
-        while self.rate_hertz > LEAST_RATE_HERTZ:
+        while self.rate_hertz > MIN_RATE_HERTZ:
             plan = self.plan
             if plan is None or plan.cost * per_sample <= affordable:
                 return
@@ -185,7 +185,7 @@ class Budget:
         off = len(self._ladder) - 1
         if present is None:
             return off - 1
-        factor = RAISE_FACTOR_MAX
+        factor = MAX_RAISE_FACTOR
         if sampling_ratio > 0:
             factor = min(factor, max(ASSURED_RATIO, TARGET_RATIO - own_ratio) / sampling_ratio)
         plans = map(plan_at, self._ladder)
@@ -197,7 +197,7 @@ class Budget:
             return
         if self._raised_at is not None and now.at_seconds - self._raised_at < 2 * self._recovery_seconds:
             # The last raise did not hold: wait longer before the next, or the rate would oscillate.
-            self._recovery_seconds = min(RECOVERY_SECONDS_MAX, 2 * self._recovery_seconds)
+            self._recovery_seconds = min(MAX_RECOVERY_SECONDS, 2 * self._recovery_seconds)
         # Off is the last resort: when even the fewest recordings were tried and are too much.
         self._rung = off if self._rung == off - 1 else min(off - 1, max(self._rung + 1, rung))
         self._forget(now)

@@ -26,13 +26,13 @@ from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RingError
 from rankscope.probe import nccl_plugin, ring_layout
 
-STEPS_PER_SECOND_AT_MOST = 1_000_000
-BYTES_AT_MOST = 1 << 50
-COUNTER_AT_MOST = 1 << 53
+MAX_STEPS_PER_SECOND = 1_000_000
+MAX_BYTES = 1 << 50
+MAX_COUNTER = 1 << 53
 # Limits of what the probe declares: a process we do not trust writes it.
 TEXT_LENGTH = 128
-RANKS_AT_MOST = 10_000_000
-FLOPS_AT_MOST = 1e30
+MAX_RANKS = 10_000_000
+MAX_FLOPS = 1e30
 # A host gets ahead in its first steps, while the device loads kernels and NCCL connects, and has another pace then.
 WARM_UP_STEPS = 64
 # A rank with many descriptors and no ring is searched less and less often, after this many windows at the latest.
@@ -135,13 +135,13 @@ class StepsCollector(Collector[StepSample]):
         """Where to continue. After an exec the same process has another ring."""
         key = rank.key
         before = self._progress.get(key)
-        if max(header.records, header.steps) > COUNTER_AT_MOST:
+        if max(header.records, header.steps) > MAX_COUNTER:
             raise RingError("corrupt", f"the ring claims {header.records} records of {header.steps} steps")
         if before is None or before.next_sequence is None or before.ring_id != header.ring_id:
             process = f"{self._proc_root}/{rank.pid}"
             offset_ns = procfs.monotonic_offset_ns(process) - procfs.monotonic_offset_ns("/proc/self")
             return _Progress(header.ring_id, InspectorLog(process, header.owner_pid), monotonic_offset_ns=offset_ns)
-        at_most = ring_layout.CAPACITY + max(1.0, span.seconds) * STEPS_PER_SECOND_AT_MOST
+        at_most = ring_layout.CAPACITY + max(1.0, span.seconds) * MAX_STEPS_PER_SECOND
         new_records, new_steps = header.records - before.next_sequence + 1, header.steps - before.steps
         if not (0 <= new_records <= at_most and 0 <= new_steps <= at_most):
             del self._progress[key]
@@ -232,12 +232,12 @@ def _sample(
         steps_lost=lost,
         last_step_unix_nanos=None if last_step_ns is None else last_step_ns + clock_ns,
         facts=progress.facts,
-        allocated_bytes=_bounded(live.allocated_bytes, BYTES_AT_MOST),
-        reserved_bytes=_bounded(live.reserved_bytes, BYTES_AT_MOST),
-        peak_allocated_bytes=_bounded(live.peak_allocated_bytes, BYTES_AT_MOST),
-        device_total_bytes=_bounded(live.device_total_bytes, BYTES_AT_MOST),
-        collectives_enqueued=_bounded(live.collectives_enqueued, COUNTER_AT_MOST),
-        collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
+        allocated_bytes=_bounded(live.allocated_bytes, MAX_BYTES),
+        reserved_bytes=_bounded(live.reserved_bytes, MAX_BYTES),
+        peak_allocated_bytes=_bounded(live.peak_allocated_bytes, MAX_BYTES),
+        device_total_bytes=_bounded(live.device_total_bytes, MAX_BYTES),
+        collectives_enqueued=_bounded(live.collectives_enqueued, MAX_COUNTER),
+        collectives_completed=_bounded(live.collectives_completed, MAX_COUNTER),
         groups=groups if progress.next_sequence is not None else (),
         ranges=ranges if progress.next_sequence is not None else {},
         collectives=nccl.collectives,
@@ -313,7 +313,7 @@ def parse_facts(text: bytes) -> ProbeFacts:
 
 
 def _index(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value <= RANKS_AT_MOST else None
+    return value if type(value) is int and 0 <= value <= MAX_RANKS else None
 
 
 def _positive(value: object) -> float | None:
@@ -324,7 +324,7 @@ def _amount(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     # Compared before conversion: an integer of thousands of digits is valid JSON but not a float.
-    return float(value) if 0 <= value < FLOPS_AT_MOST and math.isfinite(value) else None
+    return float(value) if 0 <= value < MAX_FLOPS and math.isfinite(value) else None
 
 
 def _ratio(value: object) -> float | None:

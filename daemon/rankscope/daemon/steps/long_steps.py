@@ -17,14 +17,14 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 LONG_RATIO = 2.0
 # Steps of a few milliseconds vary by as much.
-LEAST_EXCESS_SECONDS = 0.010
+MIN_EXCESS_SECONDS = 0.010
 # A window with fewer steps is compared together with those before it.
 STEPS_COMPARED = 64
 STEPS_NEEDED = 16
 # A long step is compared with the longest of the others. Where more than a fifth are long, that is how the job runs.
 OTHERS_SHARE = 0.8
 # More in a row are no stalls either: the job has become slower.
-MOST_IN_A_ROW = 3
+MAX_IN_A_ROW = 3
 # Who was late is known if waiting was measured in this share of the long steps' time.
 MEASURED_SHARE = 0.5
 # A rank that holds this share of what a step took beyond the usual is the one that is late in it.
@@ -51,14 +51,14 @@ def find_long(before: RecentSteps, step_seconds: Column) -> Mask:
     if len(compared) < STEPS_NEEDED:
         return np.zeros(len(step_seconds), dtype=bool)
     others = float(np.quantile(compared, OTHERS_SHARE, method="lower"))
-    is_long = compared > max(LONG_RATIO * others, others + LEAST_EXCESS_SECONDS)
+    is_long = compared > max(LONG_RATIO * others, others + MIN_EXCESS_SECONDS)
     return (is_long & ~_in_a_row(is_long))[len(compared) - len(step_seconds) :]
 
 
 def _in_a_row(steps: Mask) -> Mask:
     """Those in runs that are too long."""
     edges = np.flatnonzero(np.diff(steps.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-    edges = edges[np.diff(edges)[:, 0] > MOST_IN_A_ROW]
+    edges = edges[np.diff(edges)[:, 0] > MAX_IN_A_ROW]
     turns = np.zeros(len(steps) + 1, dtype=np.int8)
     turns[edges[:, 0]], turns[edges[:, 1]] = 1, -1
     rows: Mask = np.cumsum(turns[:-1]) > 0

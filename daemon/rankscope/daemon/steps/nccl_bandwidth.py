@@ -18,7 +18,7 @@ from rankscope.analysis.collectives.kinds import CollectiveKind, bus_gbps, kind_
 from rankscope.daemon.samples import CollectiveRate
 from rankscope.daemon.steps.nccl_reader import Table
 from rankscope.daemon.steps.ring_reader import Records
-from rankscope.daemon.steps.step_columns import GROUP_NUMBER_LIMIT, Mask
+from rankscope.daemon.steps.step_columns import MAX_GROUP_NUMBER, Mask
 from rankscope.probe import nccl_layout, ring_layout
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def collective_rates(
     bus = _bus_bytes_per_second(_runs(transfers), keys, communicators)
     count = int(steps["steps"][known].sum()) * share
     rates = []
-    for index in np.argsort(-total, kind="stable")[: ring_layout.GROUPS_AT_MOST].tolist():
+    for index in np.argsort(-total, kind="stable")[: ring_layout.MAX_GROUPS].tolist():
         row, function = divmod(int(keys[index]), len(FUNCTIONS))
         rates.append(
             CollectiveRate(
-                number=int(communicators["hash"][row]) % GROUP_NUMBER_LIMIT,
+                number=int(communicators["hash"][row]) % MAX_GROUP_NUMBER,
                 size=int(communicators["ranks"][row]),
                 function=FUNCTIONS[function],
                 algorithm=ALGORITHMS[commonest[index] // len(PROTOCOLS)],

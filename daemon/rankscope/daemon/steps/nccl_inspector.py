@@ -26,8 +26,8 @@ import numpy as np
 
 from rankscope.daemon import procfs
 from rankscope.daemon.steps.long_steps import Mask
-from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RANKS_AT_MOST, RECORD_DTYPE, NcclRecords, Table
-from rankscope.daemon.steps.nccl_times import CLOCK_AT_MOST_NS, Nanos, NcclProgress, NcclTimes, times
+from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, MAX_RANKS, RECORD_DTYPE, NcclRecords, Table
+from rankscope.daemon.steps.nccl_times import MAX_CLOCK_NS, Nanos, NcclProgress, NcclTimes, times
 from rankscope.daemon.steps.ring_reader import Records
 from rankscope.probe import nccl_layout, nccl_plugin, ring_layout
 
@@ -48,7 +48,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 class _Header(msgspec.Struct):
     id: Annotated[str, msgspec.Meta(pattern="^0x[0-9a-f]{1,16}$")]
     rank: Count
-    n_ranks: Annotated[int, msgspec.Meta(ge=1, le=RANKS_AT_MOST)]
+    n_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
 
 class _Metadata(msgspec.Struct):
@@ -129,7 +129,7 @@ def parse_lines(data: bytes, start: int, pid: int, clock_ns: int, now_ns: int, c
         ended = max((event.kernel_stop_ts for event in events), default=0)
         stop_ns = (ended or written) * 1000 - clock_ns
         start_ns = stop_ns - told.lasted_us * 1000
-        is_past = ended <= written and written * 1000 - clock_ns <= min(now_ns, CLOCK_AT_MOST_NS - 1)
+        is_past = ended <= written and written * 1000 - clock_ns <= min(now_ns, MAX_CLOCK_NS - 1)
         is_one_too_many = number not in communicators and len(communicators) >= nccl_layout.COMMUNICATORS
         if not is_past or start_ns <= 0 or not number or is_one_too_many:
             continue
@@ -230,7 +230,7 @@ class InspectorLog:
 
     def _times(self, lines: Lines, steps: Records, is_long: Mask | None) -> tuple[NcclTimes, NcclProgress]:
         is_told = lines.lag_us >= 0
-        interval_us = CLOCK_AT_MOST_NS if self._interval_us is None else self._interval_us
+        interval_us = MAX_CLOCK_NS if self._interval_us is None else self._interval_us
         is_prompt = np.quantile(np.where(is_told, lines.lag_us, interval_us), LAG_QUANTILE) <= MAX_LAG_US
         marked = steps.copy()
         marked["flags"] |= ring_layout.FLAG_NCCL

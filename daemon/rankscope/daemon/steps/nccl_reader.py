@@ -47,10 +47,10 @@ COMMUNICATOR_DTYPE = np.dtype(
 assert RECORD_DTYPE.itemsize == nccl_layout.RECORD.size
 assert COMMUNICATOR_DTYPE.itemsize == nccl_layout.COMMUNICATOR.size
 
-RECORDS_AT_MOST = 1 << 53
-OPERATIONS_AT_MOST = 1 << 53
-SEQUENCES_AT_MOST = 1 << 32
-RANKS_AT_MOST = 10_000_000
+MAX_RECORDS = 1 << 53
+MAX_OPERATIONS = 1 << 53
+MAX_SEQUENCES = 1 << 32
+MAX_RANKS = 10_000_000
 NUMBER_MASK = (1 << 53) - 1  # so that it survives as a float
 OTHER_FUNCTION = "operation"
 
@@ -93,7 +93,7 @@ def read_memory(fd: int) -> NcclMemory:
     if nccl_layout.CHECKSUM.unpack_from(head, len(fixed))[0] != zlib.crc32(fixed):
         raise RingError("corrupt", "the checksum of the NCCL plugin's memory is wrong")
     written, lost = nccl_layout.COUNTERS.unpack_from(head, nccl_layout.COUNTERS_OFFSET)
-    if written > RECORDS_AT_MOST:
+    if written > MAX_RECORDS:
         raise RingError("corrupt", f"the NCCL plugin claims {written} records")
     (wanted,) = nccl_layout.WANTED.unpack_from(head, nccl_layout.WANTED_OFFSET)
     (interface,) = nccl_layout.WANTED.unpack_from(head, nccl_layout.INTERFACE_OFFSET)
@@ -120,8 +120,8 @@ def _communicator(row: np.void, lost: int) -> Communicator | None:
     issued, started, finished = (int(row[name]) for name in ("issued", "started", "finished"))
     lasts = [int(row[f"last_{name}"]) for name in ("issued", "started", "finished")]
     # A CUDA graph starts an operation more often than it is issued.
-    is_right = 2 <= size <= RANKS_AT_MOST and finished <= started and max(issued, started) <= OPERATIONS_AT_MOST
-    if not is_right or max(lasts) >> 8 >= SEQUENCES_AT_MOST:
+    is_right = 2 <= size <= MAX_RANKS and finished <= started and max(issued, started) <= MAX_OPERATIONS
+    if not is_right or max(lasts) >> 8 >= MAX_SEQUENCES:
         return None
     if started - finished <= lost and lasts[1] == lasts[2]:
         finished = started  # it has ended as well: the plugin had no place to note it

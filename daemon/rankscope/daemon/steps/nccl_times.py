@@ -25,7 +25,7 @@ from rankscope.probe import nccl_layout, ring_layout
 Nanos: TypeAlias = npt.NDArray[np.int64]
 Seconds: TypeAlias = npt.NDArray[np.float64]
 
-CLOCK_AT_MOST_NS = 1 << 62
+MAX_CLOCK_NS = 1 << 62
 _MESSAGES = [nccl_layout.FUNCTIONS.index(name) + 1 for name in ("SendRecv", "Send", "Recv")]
 
 
@@ -130,15 +130,15 @@ def operations(records: Table, communicators: Table) -> Operations:
     order = np.argsort(low, kind="stable")
     place = np.searchsorted(low[order], records["communicator"])
     clocks = np.stack([records[name] for name in ("start_ns", "stop_ns", "seen_ns")])
-    is_known = (clocks < CLOCK_AT_MOST_NS).all(axis=0) & np.isin(records["communicator"], low)
+    is_known = (clocks < MAX_CLOCK_NS).all(axis=0) & np.isin(records["communicator"], low)
     record = np.flatnonzero(is_known)
     records, row = records[is_known], order[place[is_known]]
     start, stop, seen = (records[name].astype(np.int64) for name in ("start_ns", "stop_ns", "seen_ns"))
     # NCCL may read a stop time before the GPU has written it, and finds that of an older operation.
     is_right = (stop >= start) & (start > 0)
-    ahead = np.full(len(communicators), CLOCK_AT_MOST_NS)
+    ahead = np.full(len(communicators), MAX_CLOCK_NS)
     np.minimum.at(ahead, row[is_right], (seen - stop)[is_right])
-    is_tied = np.abs(ahead[row]) < CLOCK_AT_MOST_NS
+    is_tied = np.abs(ahead[row]) < MAX_CLOCK_NS
     stop = np.where(is_right | ~is_tied, stop, seen - ahead[row])
     is_good = is_tied & (start > 0) & (stop >= start) & (stop - start <= MAX_STEP_SECONDS * 1e9)
     is_message = np.isin(records["function"], _MESSAGES)
@@ -186,4 +186,4 @@ def group_spans(
             span = GroupSpan(number, size, position, kind, count, lasted, step_seconds)
             spans.append((-int(counts[row]), span))
     spans.sort(key=lambda counted: (counted[0], counted[1].number, counted[1].kind))
-    return tuple(span for _, span in spans[: ring_layout.GROUPS_AT_MOST])
+    return tuple(span for _, span in spans[: ring_layout.MAX_GROUPS])

@@ -106,7 +106,7 @@ class Header:
 def opened(proc_root: Path, pid: int) -> Iterator[int | None]:
     """A descriptor of the process' ring, open for reading; None when it has none."""
     process = f"{proc_root}/{pid}"
-    fd = procfs.BLOCKING.call(process, lambda: open_found(RingSearch(process), procfs.DESCRIPTORS_LIMIT))
+    fd = procfs.BLOCKING.call(process, lambda: open_found(RingSearch(process), procfs.MAX_DESCRIPTORS))
     try:
         yield fd
     finally:
@@ -212,7 +212,7 @@ def read_facts_text(fd: int) -> bytes | None:
 
 def read_groups(fd: int) -> Records | None:
     """The table of process groups."""
-    return _read_table(fd, ring_layout.GROUPS_OFFSET, GROUP_DTYPE, ring_layout.GROUPS_AT_MOST)
+    return _read_table(fd, ring_layout.GROUPS_OFFSET, GROUP_DTYPE, ring_layout.MAX_GROUPS)
 
 
 def read_ranges(fd: int) -> Records | None:

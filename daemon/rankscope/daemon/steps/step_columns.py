@@ -17,13 +17,13 @@ from rankscope.probe import ring_layout
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
-CLOCK_AT_MOST_NS = 1 << 62
+MAX_CLOCK_NS = 1 << 62
 # Clocks of one machine agree; this allows for an adjustment of the wall clock since the probe last read it.
 FUTURE_NS = 60_000_000_000
 # Rows per read: a ring whose every record claims the largest number of steps would otherwise take tens of gigabytes. No
 # window of a real job has this many.
-ROWS_AT_MOST = 1 << 18
-GROUP_NUMBER_LIMIT = 1 << 53
+MAX_ROWS = 1 << 18
+MAX_GROUP_NUMBER = 1 << 53
 GROUP_KINDS = frozenset(
     {
         ring_layout.GROUP_EXPOSED,
@@ -34,13 +34,13 @@ GROUP_KINDS = frozenset(
     }
 )
 EXPOSED_KINDS = (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_DDP)
-TOTAL_AT_MOST = 1e12
+MAX_TOTAL = 1e12
 
 
 def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
     """Values out of range become -1: garbage in gives garbage out, but no overflow."""
     ends = records["end_ns"]
-    in_range = (ends >= 0) & (ends < CLOCK_AT_MOST_NS)
+    in_range = (ends >= 0) & (ends < MAX_CLOCK_NS)
     shifted: npt.NDArray[np.int64] = np.where(in_range, ends + np.int64(wall_minus_monotonic_ns), -1)
     return shifted
 
@@ -52,7 +52,7 @@ def plausible(records: npt.NDArray[np.void], ends: npt.NDArray[np.int64], now_un
     return good
 
 
-def newest(records: npt.NDArray[np.void], wanted: Mask, rows: int = ROWS_AT_MOST) -> Mask:
+def newest(records: npt.NDArray[np.void], wanted: Mask, rows: int = MAX_ROWS) -> Mask:
     """The last of the wanted records that give at most so many rows."""
     steps = np.where(wanted, records["steps"], 0).astype(np.int64)
     from_here_on = np.cumsum(steps[::-1])[::-1]
@@ -122,9 +122,9 @@ def group_spans(table: npt.NDArray[np.void] | None, before: GroupTotals) -> tupl
     for row in table:
         number, size, position, kind, samples, seconds, step_seconds = row.item()
         key = (number, kind)
-        if key in totals or not (number < GROUP_NUMBER_LIMIT and 0 <= position < size and kind in GROUP_KINDS):
+        if key in totals or not (number < MAX_GROUP_NUMBER and 0 <= position < size and kind in GROUP_KINDS):
             continue
-        if not (0 <= seconds <= TOTAL_AT_MOST and 0 <= step_seconds <= TOTAL_AT_MOST and samples <= TOTAL_AT_MOST):
+        if not (0 <= seconds <= MAX_TOTAL and 0 <= step_seconds <= MAX_TOTAL and samples <= MAX_TOTAL):
             continue
         totals[key] = (samples, seconds, step_seconds)
         samples_before, seconds_before, step_seconds_before = before.get(key, (0, 0.0, 0.0))
@@ -148,7 +148,7 @@ def range_seconds(table: npt.NDArray[np.void] | None, before: RangeTotals) -> tu
     for row in table:
         raw, steps, seconds = row.item()
         name = printable(raw.decode("utf-8", "ignore"))
-        if name and 0 <= seconds <= TOTAL_AT_MOST and steps <= TOTAL_AT_MOST:
+        if name and 0 <= seconds <= MAX_TOTAL and steps <= MAX_TOTAL:
             totals[name] = (steps, totals.get(name, (0, 0.0))[1] + seconds)
     steps_before = max((steps for steps, _ in before.values()), default=0)
     found = {}

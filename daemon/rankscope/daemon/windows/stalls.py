@@ -33,7 +33,7 @@ STALL_SECONDS = 3.0
 STALL_STEPS = 8
 # No step of this rank was seen yet, so the length of a step is unknown.
 STALL_SECONDS_UNKNOWN_STEP = 30.0
-STEPS_REMEMBERED = 64
+MAX_STEPS = 64
 # Soon at first, because a second dump with the same stack distinguishes a hang from a long evaluation; then rarely.
 FIRST_DUMPS = 5
 FIRST_DUMPS_EVERY_SECONDS = 1.5
@@ -60,7 +60,7 @@ Dump = Callable[[Sequence[RankProcess]], Mapping[RankKey, StallDump | Problem]]
 class _Memory:
     """State of one incarnation."""
 
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     steps_total: int | None = None  # at the end of the previous window
     since_step_seconds: float = 0.0
     # The uninterrupted run of recordings that all show the same stack.
@@ -196,7 +196,7 @@ def _is_active(before: Activity | None, now: Activity | None) -> bool:
 
 def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | None:
     known = ~np.isnan(sample.step_seconds)
-    memory.step_seconds.extend(sample.step_seconds[known][-STEPS_REMEMBERED:].tolist())
+    memory.step_seconds.extend(sample.step_seconds[known][-MAX_STEPS:].tolist())
     _note_communicators(memory, sample.communicators, span)
     if sample.steps_total < 1 or sample.last_step_unix_nanos is None:
         return None

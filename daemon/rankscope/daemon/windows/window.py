@@ -121,11 +121,11 @@ def add_network(window: RankWindow, sample: NodeNetwork, peak_of_device: PeakOfD
     window.sources["network"] = SOURCE_NETWORK
 
 
-PROBLEMS_KEPT = 8
+MAX_PROBLEMS = 8
 PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
 # A file name with a line break can forge lines of py-spy's output, with any count.
-COUNT_AT_MOST = (1 << 32) - 1
+MAX_COUNT = (1 << 32) - 1
 # Figures by the form in which a window holds them.
 STATISTICS, MEANS, FIELDS = held(QUANTILES), held(MEAN), held(MEAN, FIELD)
 USUAL = ("usual_wait_seconds", "usual_self_seconds", "usual_checkpoint_seconds")
@@ -208,8 +208,8 @@ def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -
 
 def problem_texts(problems: Sequence[Problem]) -> list[str]:
     texts = [printable(f"{problem.source}: {problem.text}", PROBLEM_CHARACTERS) for problem in problems]
-    if len(texts) > PROBLEMS_KEPT:
-        texts[PROBLEMS_KEPT - 1 :] = [f"and {len(texts) - PROBLEMS_KEPT + 1} more problems"]
+    if len(texts) > MAX_PROBLEMS:
+        texts[MAX_PROBLEMS - 1 :] = [f"and {len(texts) - MAX_PROBLEMS + 1} more problems"]
     return texts
 
 
@@ -229,8 +229,8 @@ def statistics_of(seconds: Column) -> StepStatistics | None:
 def stack_summary(sample: StackSample) -> StackSummary:
     total = max(1, sample.samples)
     return StackSummary(
-        samples=min(sample.samples, COUNT_AT_MOST),
-        errors=min(sample.errors, COUNT_AT_MOST),
+        samples=min(sample.samples, MAX_COUNT),
+        errors=min(sample.errors, MAX_COUNT),
         phase_shares={printable(phase, 32): count / total for phase, count in sample.phase_counts.items()},
         frames=[
             FrameShare(
@@ -298,9 +298,9 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
         window.tokens_per_step = sample.facts.tokens_per_step
         names.append("tokens_per_step")
     reason = sample.facts.nccl_reason
-    if sample.is_blind and not window.wait_source and len(window.problems) < PROBLEMS_KEPT:
+    if sample.is_blind and not window.wait_source and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(printable(f"{BLIND}; {reason}" if reason else BLIND, PROBLEM_CHARACTERS))
-    if reason == nccl_plugin.OTHER and not sample.is_inspected and len(window.problems) < PROBLEMS_KEPT:
+    if reason == nccl_plugin.OTHER and not sample.is_inspected and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(OTHER_PLUGIN)
     for name in names:
         window.sources[name] = SOURCE_PROBE
@@ -363,7 +363,7 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
     if math.isfinite(ratio):
         window.mfu_ratio = ratio
         window.sources["mfu_ratio"] = SOURCE_PROBE
-    if ratio > 1.0 and len(window.problems) < PROBLEMS_KEPT:
+    if ratio > 1.0 and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(
             f"steps: an MFU of {ratio:.3g} is impossible; correct the declared FLOPs per step (whole job) or peak"
         )
@@ -398,7 +398,7 @@ def _process_usage(sample: ProcessSample) -> ProcessUsage:
         throttled_seconds=sample.throttled_seconds,
         stopped_seconds=sample.stopped_seconds,
         resident_bytes=_counter(sample.resident_bytes),
-        threads=_counter(sample.threads, COUNT_AT_MOST),
+        threads=_counter(sample.threads, MAX_COUNT),
         involuntary_switches=_counter(sample.involuntary_switches),
         voluntary_switches=_counter(sample.voluntary_switches),
         starved_seconds=_starved_seconds(sample),

@@ -35,8 +35,8 @@ from rankscope.operator.kube.resources import CapturedRank
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.v1 import capture_service_pb2 as pb
 
-WINDOWS_MOST = 20
-NOTES_MOST = 32
+MAX_WINDOWS = 20
+MAX_NOTES = 32
 NOTE_CHARACTERS = 1000
 
 
@@ -59,7 +59,7 @@ def answer(thing: CaptureObject, details: Mapping[str, pb.Capture] | None = None
         capture.join.CopyFrom(said[0].join)
     else:
         # Of several nodes, the operator's findings: each daemon has compared its own ranks only.
-        capture.notes.extend(status.findings[:NOTES_MOST])
+        capture.notes.extend(status.findings[:MAX_NOTES])
     if isinstance(status.message, str) and status.message and not any(rank.error for rank in capture.ranks):
         capture.notes.append(status.message)
     return capture
@@ -107,8 +107,8 @@ def _add(entry: pb.RankCapture, said: pb.RankCapture) -> None:
         entry.summary.CopyFrom(said.summary)
     entry.artifact = said.artifact or entry.artifact
     entry.pid = said.pid
-    entry.notes.extend(note[:NOTE_CHARACTERS] for note in said.notes[:NOTES_MOST])
-    entry.more_windows.extend(said.more_windows[:WINDOWS_MOST])
+    entry.notes.extend(note[:NOTE_CHARACTERS] for note in said.notes[:MAX_NOTES])
+    entry.more_windows.extend(said.more_windows[:MAX_WINDOWS])
 
 
 def _state(word: str) -> pb.CaptureState.ValueType:
@@ -124,7 +124,7 @@ POLL_SECONDS = 0.25
 # How long a created object may be missing from the watch.
 UNSEEN_SECONDS = 30.0
 RECHECK_SECONDS = 30.0
-LISTED_MOST = 256
+MAX_LISTED = 256
 # Requests of one tenant: each is an object in the API server and two lines in the audit log.
 ASKS_AT_ONCE = 30.0
 ASKS_PER_SECOND = 0.2
@@ -210,7 +210,7 @@ class UserCaptures:
             and (not place.name or (thing.spec is not None and thing.spec.run == place.name))
         ]
         found.sort(key=lambda thing: (thing.created_unix_seconds, thing.name), reverse=True)
-        return pb.ListCapturesResponse(captures=[answer(thing) for thing in found[:LISTED_MOST]])
+        return pb.ListCapturesResponse(captures=[answer(thing) for thing in found[:MAX_LISTED]])
 
     def cancel(self, request: pb.CancelCaptureRequest, call: Call) -> pb.CancelCaptureResponse:
         thing = self._found(request.id, call, "delete")

@@ -36,7 +36,7 @@ CALLS_OF_ONE = 16
 # callers by one address.
 STRANGERS_AT_ONCE = 20.0
 STRANGERS_PER_SECOND = 1.0
-REFUSALS_REMEMBERED = 256
+MAX_REFUSALS = 256
 
 Asked = TypeVar("Asked", bound=Message)
 Said = TypeVar("Said", bound=Message)
@@ -316,7 +316,7 @@ class Guard:
     def _tell(self, address: str, why: str) -> None:
         """In the log, once for each address and reason."""
         with self._lock:
-            if (address, why) in self._told or len(self._told) >= REFUSALS_REMEMBERED:
+            if (address, why) in self._told or len(self._told) >= MAX_REFUSALS:
                 return
             self._told.add((address, why))
         log.warning("refused %s: %r", address, why)

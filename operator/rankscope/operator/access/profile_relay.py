@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import grpc
 import numpy as np
 
-from rankscope.analysis.collectives.flight_recorder.tail import TAIL_BYTES_MOST
+from rankscope.analysis.collectives.flight_recorder.tail import MAX_TAIL_BYTES
 from rankscope.analysis.profiles.frames import Frame
 from rankscope.analysis.profiles.pprof import PprofError, read_pprof
 from rankscope.analysis.profiles.profile import Profile, merge
@@ -38,30 +38,30 @@ TURN_SECONDS: Final = 10.0
 QUERY_CALLS_AT_ONCE: Final = 16
 DUMP_CALLS_AT_ONCE: Final = 64
 # A profile of eight ranks over an hour has about 150 KB, and takes about 0.1 s to read.
-QUERY_NODES_LIMIT: Final = 64
-ENDED_NODES_LIMIT: Final = 1024  # of a run that has ended: most have nothing to read
-DUMP_NODES_LIMIT: Final = 1024
+MAX_QUERY_NODES: Final = 64
+MAX_ENDED_NODES: Final = 1024  # of a run that has ended: most have nothing to read
+MAX_DUMP_NODES: Final = 1024
 # Of the answer of one node.
-COMPRESSED_LIMIT_BYTES: Final = 4 << 20
-CONTENT_LIMIT_BYTES: Final = 8 << 20
-ROWS_LIMIT: Final = 100_000
-PARTS_LIMIT: Final = 1024
-RANKS_LIMIT: Final = 1024
-NODE_LIMIT_BYTES: Final = 16 << 20  # in memory
-VALUES_LIMIT: Final = 1 << 56  # the sum over all nodes fits 64 bits
+MAX_COMPRESSED_BYTES: Final = 4 << 20
+MAX_CONTENT_BYTES: Final = 8 << 20
+MAX_ROWS: Final = 100_000
+MAX_PARTS: Final = 1024
+MAX_RANKS: Final = 1024
+MAX_NODE_BYTES: Final = 16 << 20  # in memory
+MAX_VALUES: Final = 1 << 56  # the sum over all nodes fits 64 bits
 # Of all nodes together, in memory.
-JOINED_ROWS_LIMIT: Final = 200_000
-JOINED_LIMIT_BYTES: Final = 96 << 20
+MAX_JOINED_ROWS: Final = 200_000
+MAX_JOINED_BYTES: Final = 96 << 20
 ROW_BYTES: Final = 48
 FRAME_BYTES: Final = 256  # without its names
 # Of stacks: the joined answer is one message, and clients take 4 MiB.
-STACKS_LIMIT_BYTES: Final = 3 << 20
-TAILS_LIMIT_BYTES: Final = 32 << 20  # of flight recorders; they are matched here, and not sent on
-FRAMES_LIMIT: Final = 256
+MAX_STACKS_BYTES: Final = 3 << 20
+MAX_TAILS_BYTES: Final = 32 << 20  # of flight recorders; they are matched here, and not sent on
+MAX_FRAMES: Final = 256
 PHASE_CHARACTERS: Final = 64
-PODS_LIMIT: Final = 500
+MAX_PODS: Final = 500
 PROBLEMS_PER_NODE: Final = 4
-PROBLEMS_LIMIT: Final = 64
+MAX_PROBLEMS: Final = 64
 TEXT_CHARACTERS: Final = 300
 
 Code = grpc.StatusCode
@@ -80,7 +80,7 @@ class Problems:
     left_out: int = 0
 
     def add(self, text: str) -> None:
-        if len(self.texts) < PROBLEMS_LIMIT:
+        if len(self.texts) < MAX_PROBLEMS:
             self.texts.append(one_line(text, TEXT_CHARACTERS))
         else:
             self.left_out += 1
@@ -149,9 +149,9 @@ class ProfileRelay:
             return said
 
         if target.where.pods:
-            nodes = _first(nodes, QUERY_NODES_LIMIT, problems)
+            nodes = _first(nodes, MAX_QUERY_NODES, problems)
         else:
-            nodes = _first(sorted(self._addresses()), ENDED_NODES_LIMIT, problems)
+            nodes = _first(sorted(self._addresses()), MAX_ENDED_NODES, problems)
         self._each(nodes, ask, QUERY_SECONDS, QUERY_CALLS_AT_ONCE, context, problems)
         return joined.profile().filter(selection.ranks or None, selection.threads or None, selection.phases or None)
 
@@ -178,7 +178,7 @@ class ProfileRelay:
         joined = _JoinedStacks(target.where.owners, frozenset(ranks), problems)
 
         def ask(node: str, address: str, deadline: float) -> Sequence[str]:
-            pods = sorted(target.where.pods[node])[:PODS_LIMIT]
+            pods = sorted(target.where.pods[node])[:MAX_PODS]
             request = pb.DumpStacksRequest(
                 job=target.job,
                 ranks=ranks,
@@ -189,11 +189,11 @@ class ProfileRelay:
                 call = ProfileServiceStub(channel).DumpStacks.future(request, timeout=_left(deadline))
                 _follow_caller(call, context)
                 response: pb.DumpStacksResponse = call.result()
-            joined.add(node, response.ranks[:RANKS_LIMIT])
+            joined.add(node, response.ranks[:MAX_RANKS])
             return response.problems
 
         with _turn(self._dumps):
-            nodes = _first(target.of_ranks(ranks), DUMP_NODES_LIMIT, problems)
+            nodes = _first(target.of_ranks(ranks), MAX_DUMP_NODES, problems)
             self._each(nodes, ask, DUMP_SECONDS, DUMP_CALLS_AT_ONCE, context, problems)
         return joined.stacks()
 
@@ -208,7 +208,7 @@ class ProfileRelay:
             for number, part in enumerate(parts):
                 content += part.pprof
                 said = [*said, *part.problems[:PROBLEMS_PER_NODE]][:PROBLEMS_PER_NODE]
-                if len(content) > COMPRESSED_LIMIT_BYTES or number >= PARTS_LIMIT:
+                if len(content) > MAX_COMPRESSED_BYTES or number >= MAX_PARTS:
                     raise _UnusableError("its profile is too large; ask for fewer ranks or less time")
         return bytes(content), said
 
@@ -261,14 +261,14 @@ class _JoinedProfile:
 
     def add(self, node: str, content: bytes) -> None:
         """Raises PprofError or _UnusableError."""
-        part = read_pprof(content, CONTENT_LIMIT_BYTES, ROWS_LIMIT)
-        if max(part.samples_total, part.nanos_total) > VALUES_LIMIT:
+        part = read_pprof(content, MAX_CONTENT_BYTES, MAX_ROWS)
+        if max(part.samples_total, part.nanos_total) > MAX_VALUES:
             raise _UnusableError("its numbers are impossible")
         unknown = [frame for frame in part.frames if frame not in self._frames]
         size = ROW_BYTES * len(part.rank) + 8 * (len(part.stack_frames) + len(part.stack_ends))
         size += sum(FRAME_BYTES + 4 * (len(frame.function) + len(frame.file)) for frame in unknown)
         rows = sum(len(other.rank) for other in self._parts) + len(part.rank)
-        if size > NODE_LIMIT_BYTES or self._size_bytes + size > JOINED_LIMIT_BYTES or rows > JOINED_ROWS_LIMIT:
+        if size > MAX_NODE_BYTES or self._size_bytes + size > MAX_JOINED_BYTES or rows > MAX_JOINED_ROWS:
             raise _UnusableError("too many stacks to join; ask for fewer ranks or less time")
         ranks = np.unique(part.rank).tolist()
         own = [rank for rank in ranks if self._owners.get(rank, node) == node]
@@ -311,7 +311,7 @@ class _JoinedStacks:
                 rank=said.rank,
                 node=node,
                 phase=printable(said.phase, PHASE_CHARACTERS),
-                frames=[printable(frame, FRAME_CHARACTERS) for frame in said.frames[:FRAMES_LIMIT]],
+                frames=[printable(frame, FRAME_CHARACTERS) for frame in said.frames[:MAX_FRAMES]],
                 problem=one_line(said.problem, TEXT_CHARACTERS),
             )
             size = stack.ByteSize()
@@ -322,7 +322,7 @@ class _JoinedStacks:
                 if known is not None and known.node != node:
                     known.ClearField("frames")
                     known.problem = f"both {known.node} and {node} report this rank"
-                elif known is None and self._size_bytes + size <= STACKS_LIMIT_BYTES:
+                elif known is None and self._size_bytes + size <= MAX_STACKS_BYTES:
                     self._stacks[said.rank] = stack
                     self._size_bytes += size
                 elif known is None:
@@ -334,7 +334,7 @@ class _JoinedStacks:
         )
         size = len(said.records)
         with self._lock:
-            if size <= TAIL_BYTES_MOST and self._tails_bytes + size <= TAILS_LIMIT_BYTES:
+            if size <= MAX_TAIL_BYTES and self._tails_bytes + size <= MAX_TAILS_BYTES:
                 self._tails_bytes += size
                 tail.records = said.records
             else:

@@ -37,10 +37,10 @@ READS_PER_SECOND: Final = 0.5
 # Of a run: a dump costs each rank a moment.
 DUMPS_AT_ONCE: Final = 5.0
 DUMPS_PER_SECOND: Final = 0.1
-RANKS_LIMIT: Final = 4096
-RANK_LIMIT: Final = 1 << 31
-SPAN_LIMIT_NANOS: Final = 86400 * 10**9  # as the daemons have it
-NAMES_LIMIT: Final = 64
+MAX_RANKS: Final = 4096
+MAX_RANK: Final = 1 << 31
+MAX_SPAN_NANOS: Final = 86400 * 10**9  # as the daemons have it
+MAX_NAMES: Final = 64
 NAME_CHARACTERS: Final = 256
 PART_BYTES: Final = 256 << 10
 Code = grpc.StatusCode
@@ -191,13 +191,13 @@ class UserProfiles:
         """A copy with an end, and without what callers may not choose. A reference has the run and the time of what is
         compared with it, unless it names others."""
         _check_ranks(given.ranks)
-        if len(given.threads) > NAMES_LIMIT or any(len(name) > NAME_CHARACTERS for name in given.threads):
-            raise bad(f"threads: at most {NAMES_LIMIT}, of {NAME_CHARACTERS} characters")
+        if len(given.threads) > MAX_NAMES or any(len(name) > NAME_CHARACTERS for name in given.threads):
+            raise bad(f"threads: at most {MAX_NAMES}, of {NAME_CHARACTERS} characters")
         if not set(given.phases) <= set(PHASES):
             raise bad(f"phases: there are {', '.join(PHASES)}")
         when = given if given.start_unix_nanos or compared is None else compared
         end = when.end_unix_nanos or self._unix_nanos()
-        if not 0 < when.start_unix_nanos < end <= when.start_unix_nanos + SPAN_LIMIT_NANOS:
+        if not 0 < when.start_unix_nanos < end <= when.start_unix_nanos + MAX_SPAN_NANOS:
             raise bad("name a time of up to 24 h, in nanoseconds since 1970")
         return pb.ProfileSelection(
             job=given.job or ("" if compared is None else compared.job),
@@ -216,10 +216,10 @@ def _what(what: str, place: Place, ranks: Sequence[int]) -> dict[str, str]:
 
 
 def _check_ranks(ranks: Collection[int]) -> None:
-    if len(ranks) > RANKS_LIMIT:
-        raise bad(f"{len(ranks)} ranks; name at most {RANKS_LIMIT}, or none for all")
-    if max(ranks, default=0) >= RANK_LIMIT:
-        raise bad(f"ranks are below {RANK_LIMIT}")
+    if len(ranks) > MAX_RANKS:
+        raise bad(f"{len(ranks)} ranks; name at most {MAX_RANKS}, or none for all")
+    if max(ranks, default=0) >= MAX_RANK:
+        raise bad(f"ranks are below {MAX_RANK}")
 
 
 def _comparison(profile: Profile, reference: Profile, problems: Problems) -> pb.CompareProfilesResponse:

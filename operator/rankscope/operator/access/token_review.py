@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 ACCESS_REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 YES_SECONDS = 10.0
 NO_SECONDS = 2.0
-REMEMBERED = 4096
+MAX_REMEMBERED = 4096
 TOKEN_CHARACTERS = 12 * 1024
 # More at a time could overload the API server; callers that wait longer than this are refused.
 AT_ONCE = 16
@@ -196,12 +196,12 @@ class _Remembered(Generic[Kept]):
         with self._lock:
             self._answers[key] = _Answer(value, self._monotonic_seconds() + seconds)
             self._answers.move_to_end(key)
-            while len(self._answers) > REMEMBERED:
+            while len(self._answers) > MAX_REMEMBERED:
                 self._answers.popitem(last=False)
 
 
 METRICS = PathAccess("/metrics")
-CALLERS_REMEMBERED = 256
+MAX_CALLERS = 256
 # While the API server is asked, probes of the kubelet need room on the same port.
 METRICS_REVIEWS_AT_ONCE = 24
 
@@ -242,6 +242,6 @@ class MetricsGuard:
         return None
 
     def _log(self, address: str, name: str) -> None:
-        if (address, name) not in self._logged and len(self._logged) < CALLERS_REMEMBERED:
+        if (address, name) not in self._logged and len(self._logged) < MAX_CALLERS:
             self._logged.add((address, name))
             log.warning("refused /metrics to %s: %r may not get it", address, name[:200])

@@ -14,8 +14,8 @@ from rankscope.common.run_names import run_labels, run_name
 from rankscope.common.text import one_line
 from rankscope.operator.correlation.correlator import JobState, ranks_to_capture
 
-ALERTS_MOST = 1024
-LABELS_MOST = 64
+MAX_ALERTS = 1024
+MAX_LABELS = 64
 TEXT_CHARACTERS = 1024
 ERROR_CHARACTERS = 200
 
@@ -33,7 +33,7 @@ NeededText = Annotated[str, Meta(min_length=1, max_length=TEXT_CHARACTERS)]
 
 
 class Alert(Struct, frozen=True, rename="camel"):
-    labels: Annotated[dict[Text, Text], Meta(max_length=LABELS_MOST)]
+    labels: Annotated[dict[Text, Text], Meta(max_length=MAX_LABELS)]
     status: Literal["firing", "resolved"]
     # Without these two, all firings would look the same.
     starts_at: NeededText
@@ -64,7 +64,7 @@ class Alert(Struct, frozen=True, rename="camel"):
 
 
 class _Notification(Struct):
-    alerts: Annotated[list[Alert], Meta(max_length=ALERTS_MOST)]
+    alerts: Annotated[list[Alert], Meta(max_length=MAX_ALERTS)]
 
 
 _NOTIFICATIONS = json.Decoder(_Notification)  # on import: two threads that are the first to decode one would crash

@@ -115,8 +115,8 @@ def _told(outcomes: Iterable[Outcome]) -> dict[str, Any]:
 
 # The secret of Alertmanager: a file that only its owner may read.
 
-SHORTEST_CHARACTERS = 16
-LONGEST_BYTES = 4096
+MIN_TOKEN_CHARACTERS = 16
+MAX_BYTES = 4096
 
 
 class TokenError(Exception):
@@ -133,12 +133,12 @@ def read_token(path: Path) -> bytes:
         raise TokenError(f"{reason}; next: (umask 077; openssl rand -hex 32 > {path})") from error
     try:
         _check_owner(path, os.fstat(descriptor))
-        token = os.read(descriptor, LONGEST_BYTES + 1).strip()
+        token = os.read(descriptor, MAX_BYTES + 1).strip()
     finally:
         os.close(descriptor)
-    if len(token) < SHORTEST_CHARACTERS or len(token) > LONGEST_BYTES or not token.isascii() or b" " in token:
+    if len(token) < MIN_TOKEN_CHARACTERS or len(token) > MAX_BYTES or not token.isascii() or b" " in token:
         raise TokenError(
-            f"token file {path} must hold one word of {SHORTEST_CHARACTERS} to {LONGEST_BYTES} ASCII characters; "
+            f"token file {path} must hold one word of {MIN_TOKEN_CHARACTERS} to {MAX_BYTES} ASCII characters; "
             f"next: (umask 077; openssl rand -hex 32 > {path})"
         )
     return token

@@ -18,7 +18,7 @@ from rankscope.operator.correlation.correlator import JobState
 # Firings that already had their capture. Alertmanager repeats notifications: after a while, after a restart, from its
 # peers.
 
-REMEMBERED_MOST = 10_000
+MAX_REMEMBERED = 10_000
 REMEMBERED_SECONDS = 7 * 86400.0
 
 
@@ -40,13 +40,13 @@ class Occasions:
             for alert in alerts:
                 self._seen[alert.occasion] = self._monotonic_seconds()
                 self._seen.move_to_end(alert.occasion)
-            while len(self._seen) > REMEMBERED_MOST:
+            while len(self._seen) > MAX_REMEMBERED:
                 self._seen.popitem(last=False)
 
 
 # How often alerts may cause captures: a job has a cool-down after each, and all jobs share one token bucket.
 
-JOBS_MOST = 10_000
+MAX_JOBS = 10_000
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Limiter:
             for job, spent in self._spent.items()
             if (kept := tuple(each for each in spent if each.until_monotonic > now))
         }
-        if wanted.job in standing or len(standing) < JOBS_MOST:
+        if wanted.job in standing or len(standing) < MAX_JOBS:
             spent = _Spent(now + self._limits.job_rest_seconds, wanted.accused)
             standing[wanted.job] = (*standing.get(wanted.job, ()), spent)
         self._spent = standing
@@ -102,7 +102,7 @@ class Limiter:
 
 log = logging.getLogger(__name__)
 
-OUTCOMES_KEPT = 100
+MAX_OUTCOMES = 100
 
 
 class Result(str, Enum):
@@ -152,7 +152,7 @@ class AlertDecisions:
         self._unix_seconds = unix_seconds
         self._deciding = threading.Lock()
         self._totals = dict.fromkeys(Result, 0)
-        self._recent: deque[Outcome] = deque(maxlen=OUTCOMES_KEPT)
+        self._recent: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
 
     def totals(self) -> dict[Result, int]:
         return dict(self._totals)

@@ -25,7 +25,7 @@ BY_API = "api"
 # The same record of the same caller is written again after this: one for every attempt would fill a disk.
 REPEAT_SECONDS = 60.0
 REFUSALS_AT_ONCE, REFUSALS_PER_SECOND = 60.0, 0.5
-REMEMBERED = 4096
+MAX_REMEMBERED = 4096
 
 
 class CaptureAudit:
@@ -68,7 +68,7 @@ class CaptureAudit:
     def vouch_for(self, uid: str) -> None:
         with self._lock:
             self._vouched[uid] = None
-            while len(self._vouched) > REMEMBERED:
+            while len(self._vouched) > MAX_REMEMBERED:
                 self._vouched.popitem(last=False)
 
     def asked(self, thing: CaptureObject) -> None:
@@ -108,7 +108,7 @@ class CaptureAudit:
                 return False
             self._written[key] = now
             self._written.move_to_end(key)
-            while len(self._written) > REMEMBERED:
+            while len(self._written) > MAX_REMEMBERED:
                 self._written.popitem(last=False)
             return True
 

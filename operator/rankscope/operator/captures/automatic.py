@@ -182,7 +182,7 @@ log = logging.getLogger(__name__)
 WORKERS = 4
 # A capture that was deleted before the watch reported it is forgotten after this.
 UNSEEN_SECONDS = 60.0
-REMEMBERED_RUNS = 10_000
+MAX_REMEMBERED_RUNS = 10_000
 
 
 class CaptureMaker:
@@ -218,7 +218,7 @@ class CaptureMaker:
     def _remember(self, run: RunObject, past: Past) -> None:
         with self._lock:
             self._past[run.uid] = past
-            while len(self._past) > REMEMBERED_RUNS:
+            while len(self._past) > MAX_REMEMBERED_RUNS:
                 del self._past[next(iter(self._past))]
 
 

@@ -38,7 +38,7 @@ from rankscope.operator.kube.leader_election import Leases
 from rankscope.operator.kube.object_writer import ObjectWriter
 from rankscope.operator.kube.objects import (
     FINALIZER,
-    RANKS_LIMIT,
+    MAX_RANKS,
     CaptureObject,
     collection,
     read_capture_object,
@@ -113,12 +113,12 @@ def _share(thing: CaptureObject) -> tuple[str, bool]:
 log = logging.getLogger(__name__)
 
 WORKERS = 32
-RUNNING_LIMIT = 32
+MAX_RUNNING = 32
 # Of one namespace: captures that run, and those that are attended to at a time, running and others. No namespace takes
 # all workers.
-NAMESPACE_LIMIT = 8
+MAX_PER_NAMESPACE = 8
 # Until a capture ends: recording, writing, cutting, uploading.
-LONGEST_SECONDS = 1800.0
+MAX_SECONDS = 1800.0
 
 
 class CapturesController:
@@ -184,7 +184,7 @@ class CapturesController:
             busy = Counter(_share(self._objects[uid]) for uid in self._busy & self._objects.keys())
             due.sort(key=lambda thing: self._attended_at.get(thing.uid, 0.0))
         for thing in due:
-            if busy[_share(thing)] < NAMESPACE_LIMIT and self._holds(thing):
+            if busy[_share(thing)] < MAX_PER_NAMESPACE and self._holds(thing):
                 busy[_share(thing)] += 1
                 with self._lock:
                     self._busy.add(thing.uid)
@@ -258,7 +258,7 @@ class CapturesController:
 
     def _plan(self, thing: CaptureObject) -> Plan:
         assert thing.spec is not None
-        return plan(thing.spec, thing.spec.run, self._states().get(thing.job), RANKS_LIMIT)
+        return plan(thing.spec, thing.spec.run, self._states().get(thing.job), MAX_RANKS)
 
     def _target(self, thing: CaptureObject) -> Target | None:
         state = self._states().get(thing.job)
@@ -315,10 +315,10 @@ class CapturesController:
         if place in self._beginning:
             return "waits for another capture of the same run"
         counts = Counter([other.namespace for other in running] + [namespace for namespace, _ in self._beginning])
-        if counts[place[0]] >= NAMESPACE_LIMIT:
-            return f"waits: {NAMESPACE_LIMIT} captures of the namespace are under way"
-        if sum(min(count, NAMESPACE_LIMIT) for count in counts.values()) >= RUNNING_LIMIT:
-            return f"waits: {RUNNING_LIMIT} captures are under way"
+        if counts[place[0]] >= MAX_PER_NAMESPACE:
+            return f"waits: {MAX_PER_NAMESPACE} captures of the namespace are under way"
+        if sum(min(count, MAX_PER_NAMESPACE) for count in counts.values()) >= MAX_RUNNING:
+            return f"waits: {MAX_RUNNING} captures are under way"
         return None
 
     def _follow(self, thing: CaptureObject) -> None:
@@ -333,9 +333,9 @@ class CapturesController:
         for node, answer in answers.items():
             if isinstance(answer, str):
                 ranks = failed_ranks(ranks, node, answer)
-        if self._clock() - since > LONGEST_SECONDS:
+        if self._clock() - since > MAX_SECONDS:
             for node in by_node(open_ranks):
-                ranks = failed_ranks(ranks, node, f"nothing came of it in {LONGEST_SECONDS / 60:.0f} minutes")
+                ranks = failed_ranks(ranks, node, f"nothing came of it in {MAX_SECONDS / 60:.0f} minutes")
         after = summarised(structs.replace(thing.status, ranks=ranks))
         if after.phase != "Running":
             after = structs.replace(after, findings=self._findings(thing, reported))

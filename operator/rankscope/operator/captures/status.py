@@ -41,7 +41,7 @@ MAX_STEPS = 1000  # of a capture, that are compared
 TEXT_CHARACTERS = 1000
 FINDINGS_SHOWN = 32
 # The largest that JSON readers keep exactly: the API server has to accept every status.
-LARGEST_INTEGER = (1 << 53) - 1
+MAX_INTEGER = (1 << 53) - 1
 ENDED = frozenset({"analysed", "failed", "cancelled"})
 
 
@@ -129,7 +129,7 @@ def _updated(rank: CapturedRank, reported: pb.RankCapture) -> CapturedRank:
         backend=reported.backend[:TEXT_CHARACTERS] or UNSET,
         error=reported.error[:TEXT_CHARACTERS] or UNSET,
         uri=(reported.uri or reported.artifact)[:TEXT_CHARACTERS] or UNSET,
-        bytes=min(reported.bytes, LARGEST_INTEGER) or UNSET,
+        bytes=min(reported.bytes, MAX_INTEGER) or UNSET,
         steps=reported.steps if reported.HasField("steps") else UNSET,
         start_unix_ms=reported.start_unix_millis if reported.HasField("start_unix_millis") else UNSET,
     )

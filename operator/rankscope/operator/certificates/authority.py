@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from rankscope.common.tls import TlsMaterial
 from rankscope.operator.certificates.roles import Role, Use
 
-AUTHORITIES_KEPT = 4
+MAX_AUTHORITIES = 4
 # Clocks of machines that check a certificate may be behind ours.
 BACKDATED = timedelta(minutes=5)
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
@@ -54,7 +54,7 @@ def renewed_authority(kept: Authority | None, name: str, now: datetime, lifetime
     valid = [old for old in authorities(kept.bundle) if expires(old) > now]
     if is_due(kept.newest, now, lifetimes.authority_seconds):
         newest, key = new_authority(name, now, lifetimes.authority_seconds)
-        return Authority(b"".join([newest, *valid][:AUTHORITIES_KEPT]), key)
+        return Authority(b"".join([newest, *valid][:MAX_AUTHORITIES]), key)
     bundle = b"".join(valid)
     return kept if bundle == kept.bundle else replace(kept, bundle=bundle)
 

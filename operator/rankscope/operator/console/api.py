@@ -54,7 +54,7 @@ from rankscope.operator.console.endpoints import (
 )
 from rankscope.operator.console.fleet_report import REPORT_ENDPOINTS
 from rankscope.operator.console.hangs import HANG_ENDPOINTS
-from rankscope.operator.console.history import RUNS_KEPT, History, RunView
+from rankscope.operator.console.history import MAX_RUNS, History, RunView
 from rankscope.operator.console.older_history import PrometheusHistory
 from rankscope.operator.console.profiles import PROFILE_ENDPOINTS
 from rankscope.operator.console.run_views import heatmap, rank_history, run_detail, run_summary
@@ -64,9 +64,9 @@ STATIC = Path(__file__).parent / "static"
 # Requests that are computed at the same time, and those that wait for another process; others wait for these.
 WORKERS, REMOTE_WORKERS = 4, 8
 EVENT_CLIENTS = 64
-COLUMNS_MOST = 2000
+MAX_COLUMNS = 2000
 # Answers that are kept for other viewers of the same run.
-KEPT_BYTES = 16 << 20
+MAX_KEPT_BYTES = 16 << 20
 # Between two events to the same client, and the longest silence: a comment shows that the connection is alive.
 EVENT_SECONDS, SILENT_SECONDS = 0.5, 15.0
 _HASHED_NAME = re.compile(r"[-.][A-Za-z0-9_-]{8,}\.\w+$")
@@ -98,7 +98,7 @@ class RankHistoryQuery(RankQuery, forbid_unknown_fields=True):
 class HeatmapQuery(RunQuery, forbid_unknown_fields=True):
     signal: Annotated[str, msgspec.Meta(description="A signal of a rank, as /signals has it.")] = "self_seconds"
     since: Since = 0.0
-    columns: Annotated[int, msgspec.Meta(ge=1, le=COLUMNS_MOST, description="Columns at most.")] = 300
+    columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_COLUMNS, description="Columns at most.")] = 300
 
 
 class ConsoleApi:
@@ -176,7 +176,7 @@ class ConsoleApi:
         """Made once for all clients."""
         known = self._summaries.get(view.name)
         if known is None or known[0] != view.version:
-            if len(self._summaries) > 2 * RUNS_KEPT:
+            if len(self._summaries) > 2 * MAX_RUNS:
                 self._summaries.clear()  # most are of runs that are forgotten
             known = self._summaries[view.name] = (view.version, run_summary(view))
         return known[1]
@@ -276,7 +276,7 @@ class AnswerCache:
             answer = make()
         with self._lock:
             self._answers[key] = (view.version, answer)
-            while sum(len(kept) for _, kept in self._answers.values()) > KEPT_BYTES:
+            while sum(len(kept) for _, kept in self._answers.values()) > MAX_KEPT_BYTES:
                 del self._answers[next(iter(self._answers))]
         return answer
 

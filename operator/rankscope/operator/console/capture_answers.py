@@ -19,7 +19,7 @@ from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 
 # Of a list: kernels, findings, notes.
-TEXTS_MOST = 64
+MAX_TEXTS = 64
 _NAME_CHARACTERS = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -172,14 +172,14 @@ def _plain(message: Message, name: str) -> Any:
     field = message.DESCRIPTOR.fields_by_name[name]
     value = getattr(message, name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return {printable(str(key)): number for key, number in sorted(value.items())[:TEXTS_MOST]}
+        return {printable(str(key)): number for key, number in sorted(value.items())[:MAX_TEXTS]}
     if field.type == field.TYPE_STRING:
         return _printable_list(value) if field.is_repeated else printable(value)
     return list(value) if field.is_repeated else _value(message, name)
 
 
 def _printable_list(texts: Sequence[str]) -> list[str]:
-    return [printable(text) for text in texts[:TEXTS_MOST]]
+    return [printable(text) for text in texts[:MAX_TEXTS]]
 
 
 def _value(message: Message, name: str) -> Any:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rankscope.analysis.quantities import quantity
-from rankscope.common.rank_selection import STRAGGLER_AND_PEER, TEXT_LIMIT, rank_ranges
+from rankscope.common.rank_selection import MAX_TEXT_CHARACTERS, STRAGGLER_AND_PEER, rank_ranges
 from rankscope.common.text import printable
 from rankscope.operator.console.answers import NAME_CHARACTERS, TEXT_CHARACTERS
 from rankscope.operator.console.capture_answers import (
@@ -49,12 +49,12 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
 DOWNLOAD_SECONDS = 3600.0
-LISTED_MOST = 200
+MAX_LISTED = 200
 ROW_CHARACTERS = 200
 # A trace of a daemon has at most 4 GiB before it is compressed.
-ARTIFACT_LIMIT_BYTES = 4 << 30
+MAX_ARTIFACT_BYTES = 4 << 30
 # Of all ranks of a capture, compressed.
-MERGED_LIMIT_BYTES = 512 << 20
+MAX_MERGED_BYTES = 512 << 20
 # Each holds a connection, and a thread now and then.
 DOWNLOADS = threading.BoundedSemaphore(4)
 # torch asks for work every 5 s; then come the start that the ranks share and the analysis.
@@ -105,7 +105,7 @@ class LengthQuery(RunQuery, forbid_unknown_fields=True):
 class StartCapture(LengthQuery, forbid_unknown_fields=True):
     """Ranks: all, 0,3-5, straggler, or straggler+peer."""
 
-    ranks: Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)] = STRAGGLER_AND_PEER
+    ranks: Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARACTERS)] = STRAGGLER_AND_PEER
     options: CaptureOptions = msgspec.field(default_factory=CaptureOptions)
     reason: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
@@ -140,7 +140,7 @@ class CaptureCost(msgspec.Struct):
 
 def captures(api: Served, request: Request, query: CapturesQuery) -> Response:
     found = _listed(api, request, query.run)
-    return json_response(CapturesAnswer([_row(each) for each in found[:LISTED_MOST]]))
+    return json_response(CapturesAnswer([_row(each) for each in found[:MAX_LISTED]]))
 
 
 def _row(capture: pb.Capture) -> CaptureRow:
@@ -258,7 +258,7 @@ def artifact(api: Served, request: Request, query: ArtifactQuery) -> Response:
             raise ProblemError(404, f"there is no recording of {where}", "the capture's page has why")
         size, parts = sizes[query.window], Recording(channel, query.id, query.rank, query.window)
         stack.callback(parts.cancel)
-        if parts.bytes != size or size > ARTIFACT_LIMIT_BYTES:
+        if parts.bytes != size or size > MAX_ARTIFACT_BYTES:
             text = f"the recording has {parts.bytes} bytes, and its record says {size}"
             raise ProblemError(502, text, "it cannot be trusted; take another capture")
         name = artifact_name(found, entry, query.window)
@@ -273,8 +273,8 @@ def merged(api: Served, request: Request, query: CaptureQuery) -> Response:
         if not entries:
             raise ProblemError(404, f"{query.id} has no traces", "the capture's page has why")
         size = sum(entry.bytes for entry in entries)
-        if size > MERGED_LIMIT_BYTES:
-            text = f"traces of {quantity(size, 'B')}; up to {quantity(MERGED_LIMIT_BYTES, 'B')} are merged here"
+        if size > MAX_MERGED_BYTES:
+            text = f"traces of {quantity(size, 'B')}; up to {quantity(MAX_MERGED_BYTES, 'B')} are merged here"
             advice = "rankscope captures get, then rankscope analyze trace --merged"
             raise ProblemError(413, text, advice)
         opened: list[Recording] = []

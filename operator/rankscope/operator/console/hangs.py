@@ -24,7 +24,7 @@ from rankscope.operator.console.endpoints import (
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 
-LISTED_MOST = 200
+MAX_LISTED = 200
 HEADLINE_CHARACTERS = 800
 
 
@@ -57,7 +57,7 @@ _REPORTS = msgspec.json.Decoder(HangReport)
 def hangs(api: Served, request: Request, query: HangsQuery) -> Response:
     with calls(api, request) as channel:
         answer = JobServiceStub(channel).ListHangs(pb.ListHangsRequest(run=query.run), timeout=CALL_SECONDS)
-    return json_response(HangsAnswer([_row(each) for each in answer.hangs[:LISTED_MOST]]))
+    return json_response(HangsAnswer([_row(each) for each in answer.hangs[:MAX_LISTED]]))
 
 
 def _row(hang: pb.HangSummary) -> HangRow:

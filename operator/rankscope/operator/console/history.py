@@ -22,14 +22,14 @@ from rankscope.operator.console.signals import FIGURE_ROWS, PACE, SIGNAL_ROWS, S
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows, RankSeen
 
-LIMIT_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 # Runs that are kept, ended ones included; others are counted.
-RUNS_KEPT = 1024
+MAX_RUNS = 1024
 TICKS_PER_RUN = 1024
 MARKS_PER_RUN = 256
 DAY_SECONDS = 86_400.0
 # What a daemon claims beyond it is no window.
-WINDOW_SECONDS_MOST = 60.0
+MAX_WINDOW_SECONDS = 60.0
 # A window of a rank that has sent none for so long is not repeated.
 STALE_WINDOWS, STALE_SECONDS = 2.0, 1.0
 # What Python needs for a tick, a rank and a mark besides their values.
@@ -138,7 +138,7 @@ class _Run:
 
     def _append(self, state: JobState, now: float) -> None:
         held = state.windows.in_order if isinstance(state.windows, HeldWindows) else ()
-        seconds = min(max(held[0].window_seconds, 0.0), WINDOW_SECONDS_MOST) if held else 0.0
+        seconds = min(max(held[0].window_seconds, 0.0), MAX_WINDOW_SECONDS) if held else 0.0
         while self.ticks and self.ticks[-1].end >= now:  # the clock was set back
             self.tick_bytes -= self.ticks.pop().bytes
         start = max(now - seconds, self.ticks[-1].end if self.ticks else 0.0)
@@ -244,7 +244,7 @@ class History:
     def __init__(
         self,
         lost: LostSeconds,
-        limit_bytes: int = LIMIT_BYTES,
+        limit_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.time,
         keeps: Callable[[str], bool] = lambda run: True,
     ) -> None:
@@ -304,7 +304,7 @@ class History:
     def _take(self, name: str, state: JobState) -> None:
         run = self._runs.get(name)
         if run is None:
-            if len(self._runs) >= RUNS_KEPT and not self._forget_an_ended_run():
+            if len(self._runs) >= MAX_RUNS and not self._forget_an_ended_run():
                 self.left_out += 1
                 return
             run = self._runs[name] = _Run(name)

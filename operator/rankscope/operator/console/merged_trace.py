@@ -23,8 +23,8 @@ from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 10
-MEMORY_LIMIT_BYTES = 4 << 30
-CPU_LIMIT_SECONDS = 600
+MAX_MEMORY_BYTES = 4 << 30
+MAX_CPU_SECONDS = 600
 COMPRESSION = 1  # the fastest
 _COUNT = struct.Struct("<q")  # of recordings: one that is missing is noticed
 _HEAD = struct.Struct("<qq")  # a rank, and the bytes of its file
@@ -96,8 +96,8 @@ def _files(source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def main() -> None:
     os.nice(19)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
     with gzip.GzipFile("", "wb", COMPRESSION, sys.stdout.buffer) as out:
         for piece in merge_for_perfetto(_files(sys.stdin.buffer), {}):
             out.write(piece)

@@ -26,24 +26,24 @@ from rankscope.operator.prometheus_api import PrometheusApi, QueryError, Series,
 
 log = logging.getLogger(__name__)
 
-LONGEST_SECONDS: Final = 7 * DAY_SECONDS
+MAX_SECONDS: Final = 7 * DAY_SECONDS
 # A query's step is one of these. A day in 450 columns is 288 steps. Prometheus answers with 11,000 at most.
 STEPS_SECONDS: Final = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 86_400)
 # So that the same time a moment later is the same question.
 ALIGNED_STEPS: Final = 16
 # A value is the mean of the time before it: of a step, but of several scrapes.
-LEAST_WINDOW_SECONDS: Final = 60
-POINTS_MOST: Final = 400_000  # of all series of an answer
+MIN_WINDOW_SECONDS: Final = 60
+MAX_POINTS: Final = 400_000  # of all series of an answer
 ANSWER_BYTES: Final = 32 << 20
 QUERY_SECONDS: Final = 10.0
 QUERIES_AT_ONCE: Final = 4
 # How long an answer is not asked for again: one with values, and a failure.
 KEPT_SECONDS, FAILED_SECONDS = 60.0, 15.0
-KEPT_BYTES: Final = 32 << 20
-KEPT_ANSWERS: Final = 64
+MAX_KEPT_BYTES: Final = 32 << 20
+MAX_KEPT_ANSWERS: Final = 64
 REASON_CHARACTERS: Final = 200
 COHORT: Final = "cohort"  # in place of a rank: the median of its cohort
-_LARGEST: Final = 2.0**53
+_MAX_VALUE: Final = 2.0**53
 
 Key = tuple[str, str]  # a signal, and a rank, COHORT, or nothing for the run itself
 
@@ -118,7 +118,7 @@ class PrometheusHistory:
 
     def of_ranks(self, view: RunView, signal: str, since: float, columns: int) -> Older:
         """A signal of every rank, with the keys (signal, rank)."""
-        columns = max(1, min(columns, POINTS_MOST // max(1, len(view.members))))
+        columns = max(1, min(columns, MAX_POINTS // max(1, len(view.members))))
         return self._older(view, [_named(_by_rank(signal), signal)], since, columns)
 
     def of_rank(self, view: RunView, rank: int, cohort: Iterable[int], since: float, columns: int) -> Older:
@@ -140,11 +140,11 @@ class PrometheusHistory:
         if not self.reaches(view, since) or not parts:
             return NOTHING
         last = view.ticks[-1].end
-        begin = max(since, last - LONGEST_SECONDS)
+        begin = max(since, last - MAX_SECONDS)
         step = next((step for step in STEPS_SECONDS if step * columns >= last - begin), STEPS_SECONDS[-1])
         if begin > view.ticks[0].start - step:
             return NOTHING
-        window = f"{max(step, LEAST_WINDOW_SECONDS)}s"
+        window = f"{max(step, MIN_WINDOW_SECONDS)}s"
         # The run comes last: nothing is replaced in its name.
         promql = " or ".join(parts).replace("$window", window).replace("$run", _matchers(view.name))
         aligned = begin - begin % (ALIGNED_STEPS * step)
@@ -179,7 +179,7 @@ class PrometheusHistory:
         # Values that were read before still hold.
         kept = before if older.note and not before.note else older
         self._answers[question] = (time.monotonic() + kept_seconds, kept)
-        while len(self._answers) > KEPT_ANSWERS or self._held_bytes() > KEPT_BYTES:
+        while len(self._answers) > MAX_KEPT_ANSWERS or self._held_bytes() > MAX_KEPT_BYTES:
             del self._answers[next(iter(self._answers))]
 
     def _held_bytes(self) -> int:
@@ -196,7 +196,7 @@ class PrometheusHistory:
             names = ", ".join(sorted(printable(name, 40) or "(none)" for name in clusters)[:3])
             raise QueryError(f"it has this run in several clusters ({names}); name one that has those of this cluster")
         values = {}
-        for series in found[: POINTS_MOST // columns + 1]:
+        for series in found[: MAX_POINTS // columns + 1]:
             key = (series.metric.get("signal", ""), series.metric.get("rank", ""))
             values[key] = _column(series, ends[0], step, columns)
         return Older(ends, step, values)
@@ -207,7 +207,7 @@ def _column(series: Series, begin: float, step: float, columns: int) -> Values:
     for moment, text in series.values:
         place = (moment - begin) / step
         value = float(text)  # or NaN, +Inf
-        if -0.5 < place < columns - 0.5 and 0 <= value <= _LARGEST:
+        if -0.5 < place < columns - 0.5 and 0 <= value <= _MAX_VALUE:
             column[round(place)] = value
     return column
 

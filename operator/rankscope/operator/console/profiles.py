@@ -20,7 +20,7 @@ from rankscope.analysis.profiles.frames import Frame
 from rankscope.analysis.profiles.pprof import PprofError, read_pprof
 from rankscope.analysis.profiles.profile import Profile
 from rankscope.analysis.quantities import quantity
-from rankscope.common.rank_selection import TEXT_LIMIT, ChoiceError, numbered_ranks
+from rankscope.common.rank_selection import MAX_TEXT_CHARACTERS, ChoiceError, numbered_ranks
 from rankscope.common.text import printable
 from rankscope.operator.console.answers import TEXT_CHARACTERS
 from rankscope.operator.console.endpoints import (
@@ -39,14 +39,16 @@ from rankscope.v1 import profile_service_pb2 as pb
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 
 QUERY_SECONDS = 60.0
-EXCESSES_MOST = 30
-PPROF_LIMIT_BYTES = 64 << 20
+MAX_EXCESSES = 30
+MAX_PPROF_BYTES = 64 << 20
 # Each takes up to a few hundred megabytes.
 FLAME_GRAPHS = threading.BoundedSemaphore(2)
 
 
 class FlameQuery(RunQuery, forbid_unknown_fields=True):
-    ranks: Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT, description="As in 0,3-5; all by default.")] = "all"
+    ranks: Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARACTERS, description="As in 0,3-5; all by default.")] = (
+        "all"
+    )
     against: Annotated[Literal["", "cohort"], msgspec.Meta(description="cohort: the other ranks.")] = ""
     since: Annotated[float, msgspec.Meta(lt=0, description="Seconds, counted back from now.")] = -600.0
 
@@ -114,7 +116,7 @@ def _profile(channel: grpc.Channel, selection: pb.ProfileSelection) -> Profile:
     wanted = pb.QueryProfileRequest(selection=selection)
     for part in ProfileServiceStub(channel).QueryProfile(wanted, timeout=QUERY_SECONDS):
         size += len(part.pprof)
-        if size > PPROF_LIMIT_BYTES:
+        if size > MAX_PPROF_BYTES:
             raise ProblemError(502, "the profile is too large", "ask for fewer ranks or a shorter time")
         parts.append(part.pprof)
     try:
@@ -142,8 +144,8 @@ def excess(api: Served, request: Request, query: ExcessQuery) -> Response:
             reason=printable(answer.reason, TEXT_CHARACTERS),
             samples=answer.samples,
             reference_samples=answer.reference_samples,
-            frames=[_excess(each) for each in answer.excesses[:EXCESSES_MOST]],
-            problems=[printable(each, TEXT_CHARACTERS) for each in answer.problems[:EXCESSES_MOST]],
+            frames=[_excess(each) for each in answer.excesses[:MAX_EXCESSES]],
+            problems=[printable(each, TEXT_CHARACTERS) for each in answer.problems[:MAX_EXCESSES]],
         )
     )
 

@@ -36,8 +36,8 @@ SPARKLINE_SECONDS, SPARKLINE_POINTS = 900.0, 60
 SERIES_POINTS = 180
 HISTOGRAM_BINS, HISTOGRAM_TICKS = 32, 60
 # Of a heat map. A browser asks every two seconds, and a screen has fewer pixels.
-CELLS_MOST, COLUMNS_LEAST = 1 << 19, 60
-COHORT_LOOKED_AT = 256
+MAX_CELLS, MIN_COLUMNS = 1 << 19, 60
+MAX_COHORT = 256
 # Digits behind the point that float32 and a reader can tell apart in seconds.
 DIGITS = 7
 NO_PROMETHEUS = PrometheusHistory()
@@ -128,7 +128,7 @@ def rank_history(
         return None
     stage = view.members[column].stage
     cohort = [other for other, who in enumerate(view.members) if who.stage == stage]
-    cohort = cohort[:: -(-len(cohort) // COHORT_LOOKED_AT)]
+    cohort = cohort[:: -(-len(cohort) // MAX_COHORT)]
     older = source.of_rank(view, rank, [view.members[other].rank for other in cohort], since, SERIES_POINTS)
     ticks = _since(view.ticks, since)
     series: list[Series] = []
@@ -194,7 +194,7 @@ def heatmap(
     """Since a moment, in at most so many columns, and in fewer where there are many ranks."""
     ticks = _since(view.ticks, since)
     ranks = layout_order(view)
-    most_columns = min(most_columns, max(COLUMNS_LEAST, CELLS_MOST // max(1, len(ranks))))
+    most_columns = min(most_columns, max(MIN_COLUMNS, MAX_CELLS // max(1, len(ranks))))
     older = source.of_ranks(view, signal, since, most_columns)
     keys = [(signal, str(who.rank)) for who in view.members]
     times, means = _joined(older, _spans(ticks), _rows_of(ticks, view, signal), keys, most_columns)

@@ -253,7 +253,7 @@ class LostSeconds:
 
 
 # A few ranks are enough for a capture: hundreds of accused ranks are a job-wide problem, of which these are samples.
-ACCUSED_MOST = 7
+MAX_ACCUSED = 7
 # If no rank is accused, this many typical ranks are recorded, so that their traces can be joined.
 SAMPLES = 2
 
@@ -262,7 +262,7 @@ def ranks_to_capture(state: JobState, named: Sequence[int] = ()) -> tuple[list[i
     """The accused, `named` or the culprits that report, and all to record: the accused and a healthy peer, or a few
     typical ranks; none where no rank reports."""
     suspected = suspects(state)
-    accused = list(named or [rank for rank in suspected.culprits if rank in state.identities])[:ACCUSED_MOST]
+    accused = list(named or [rank for rank in suspected.culprits if rank in state.identities])[:MAX_ACCUSED]
     peers = [rank for rank in suspected.peers if rank not in accused]
     return accused, tuple(sorted([*accused, *peers[: 1 if accused else SAMPLES]]))
 

@@ -22,7 +22,7 @@ from rankscope.v1 import job_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-REPORTS_LIMIT = 100
+MAX_REPORTS = 100
 REPORT_BYTES: Final = 1 << 20
 TOTAL_BYTES = 32 << 20
 KEPT_SECONDS = 30 * 86400.0
@@ -182,7 +182,7 @@ class HangStore:
         oldest = self._unix_seconds() - KEPT_SECONDS
         size = sum(size for _, size in self._kept.values())
         for report, own in list(self._kept.values()):
-            if len(self._kept) <= REPORTS_LIMIT and size <= TOTAL_BYTES and report.made_unix_seconds >= oldest:
+            if len(self._kept) <= MAX_REPORTS and size <= TOTAL_BYTES and report.made_unix_seconds >= oldest:
                 break
             with contextlib.suppress(OSError):
                 self._files.remove(_name(report.id))

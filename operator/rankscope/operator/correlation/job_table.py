@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Up to so many windows, a difference may be a delay.
 TOLERATED_WINDOWS = 2.0
-WINDOWS_REMEMBERED = 16
+MAX_WINDOWS = 16
 COMPARED_EVERY_SECONDS = 1.0
 FORGET_AFTER_SECONDS = 60.0
 
@@ -28,7 +28,7 @@ FORGET_AFTER_SECONDS = 60.0
 @dataclass
 class _Node:
     # The end of each window on the node's clock less its arrival on ours. A delay makes it smaller: the largest counts.
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOWS_REMEMBERED))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WINDOWS))
     end_unix_seconds: float = 0.0
     heard_monotonic: float = 0.0
     shift_seconds: float = 0.0
@@ -88,11 +88,11 @@ class NodeClocks:
 # Open ticks of a job: slow daemons are waited for, dead ones are not.
 OPEN_TICKS = 4
 # Limits of what one fleet may occupy; beyond them new jobs and ranks are refused.
-JOBS_KEPT = 20_000
+MAX_JOBS = 20_000
 RANKS_PER_JOB = 131_072
 # How long after the last window of a job the missing ones are given up, and when in any case.
 QUIET_SECONDS = 0.5
-LONGEST_GRACE = 4
+MAX_GRACE_SECONDS = 4
 # Windows end on a shared border; ends that differ by less belong to the same tick.
 TICK_NANOS = 100_000_000
 
@@ -183,7 +183,7 @@ class JobTable:
         return True
 
     def _new_job(self, name: str) -> Job | None:
-        if len(self._jobs) >= JOBS_KEPT:
+        if len(self._jobs) >= MAX_JOBS:
             return None
         job = self._jobs[name] = Job(name)
         return job
@@ -260,4 +260,4 @@ class JobTable:
         # border takes a while.
         quiet_seconds = now - job.last_heard_monotonic
         overdue = late_seconds > self._grace_seconds and quiet_seconds > QUIET_SECONDS
-        return tick if complete or overdue or late_seconds > LONGEST_GRACE * self._grace_seconds else None
+        return tick if complete or overdue or late_seconds > MAX_GRACE_SECONDS * self._grace_seconds else None

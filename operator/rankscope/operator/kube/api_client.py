@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 15.0
 ERROR_CHARACTERS = 500
-LINE_BYTES_LIMIT = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 PAGE_OBJECTS = 500
 
 MERGE_PATCH = "application/merge-patch+json"
@@ -202,7 +202,7 @@ class Api:
         if answer.status < 400:
             return answer
         try:
-            text = answer.read(LINE_BYTES_LIMIT)
+            text = answer.read(MAX_LINE_BYTES)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise UnreachableError(f"{method} {path}: {error}") from error
         finally:
@@ -230,7 +230,7 @@ def _lines(answer: Any) -> Iterator[bytes]:
     for chunk in answer.stream(amt=None, decode_content=True):
         *whole, rest = (rest + chunk).split(b"\n")
         yield from (line for line in whole if line)
-        if len(rest) > LINE_BYTES_LIMIT:
+        if len(rest) > MAX_LINE_BYTES:
             raise ValueError("an event without an end")
 
 

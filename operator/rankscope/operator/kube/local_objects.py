@@ -25,7 +25,7 @@ from rankscope.operator.kube.objects import timestamp
 
 log = logging.getLogger(__name__)
 
-OBJECTS_LIMIT = 10_000
+MAX_OBJECTS = 10_000
 OBJECT_BYTES = 4 << 20
 HISTORY_EVENTS = 10_000
 # How long a watch without events lasts.
@@ -57,8 +57,8 @@ class LocalObjects:
         with self._changed:
             if place in self._objects:
                 raise ConflictError(409, "AlreadyExists", f"{metadata['name']} exists")
-            if len(self._objects) >= OBJECTS_LIMIT:
-                raise ApiError(507, "TooMany", f"{OBJECTS_LIMIT} captures are kept; delete some of them")
+            if len(self._objects) >= MAX_OBJECTS:
+                raise ApiError(507, "TooMany", f"{MAX_OBJECTS} captures are kept; delete some of them")
             metadata |= {"uid": str(uuid.uuid4()), "generation": 1, "creationTimestamp": timestamp(time.time())}
             return self._keep("ADDED", place, document)
 

@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 WRITES_PER_SECOND = 20.0
 BURST_WRITES = 100
-WAITING_LIMIT = 50_000
-NAMESPACES_REMEMBERED = 10_000
+MAX_WAITING = 50_000
+MAX_NAMESPACES = 10_000
 FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 15.0
+MAX_PAUSE_SECONDS = 15.0
 # A refused write is tried again, later and later: an API server that has just started refuses everything until it has
 # read its roles, and somebody may have corrected a role meanwhile.
 FIRST_REFUSED_SECONDS = 1.0
-LONGEST_REFUSED_SECONDS = 60.0
+MAX_REFUSED_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Outbox:
             if self._written.get(write.key) == write.content:
                 self._waiting.pop(write.key, None)
                 return
-            if write.key not in self._waiting and len(self._waiting) >= WAITING_LIMIT:
+            if write.key not in self._waiting and len(self._waiting) >= MAX_WAITING:
                 self._refused.pop(self._waiting.popitem(last=False)[0], None)
             self._waiting[write.key] = write
             self._changed.notify()
@@ -126,7 +126,7 @@ class Outbox:
                 pause = FIRST_PAUSE_SECONDS
             else:
                 time.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def _next(self) -> Write | None:
         with self._changed:
@@ -145,7 +145,7 @@ class Outbox:
         self._turns += 1
         self._served[namespace] = self._turns
         self._served.move_to_end(namespace)
-        if len(self._served) > NAMESPACES_REMEMBERED:
+        if len(self._served) > MAX_NAMESPACES:
             self._served.popitem(last=False)
         return first[namespace]
 
@@ -177,7 +177,7 @@ class Outbox:
     def _put_off(self, key: str) -> float:
         with self._changed:
             _, before = self._refused.get(key, (0.0, FIRST_REFUSED_SECONDS / 2))
-            seconds = min(2 * before, LONGEST_REFUSED_SECONDS)
+            seconds = min(2 * before, MAX_REFUSED_SECONDS)
             self._refused[key] = (time.monotonic() + seconds, seconds)
         return seconds
 
@@ -189,7 +189,7 @@ class Outbox:
             if stands:
                 self._written[write.key] = write.content
                 self._written.move_to_end(write.key)
-                if len(self._written) > WAITING_LIMIT:
+                if len(self._written) > MAX_WAITING:
                     self._written.popitem(last=False)
 
 

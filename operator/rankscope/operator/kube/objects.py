@@ -32,7 +32,7 @@ CANCEL = "rankscope.dev/cancel"
 TEXT_CHARACTERS = 1024
 FINALIZER = "rankscope.dev/capture"
 FINISHED = frozenset({"Succeeded", "Failed", "Cancelled"})
-RANKS_LIMIT = 64  # of a capture
+MAX_RANKS = 64  # of a capture
 
 Read = TypeVar("Read")
 
@@ -120,7 +120,7 @@ class CaptureObject(KubeObject):
 
     @property
     def captured_ranks(self) -> Sequence[CapturedRank]:
-        return self.status.ranks[:RANKS_LIMIT]
+        return self.status.ranks[:MAX_RANKS]
 
     @property
     def nodes(self) -> Sequence[str]:

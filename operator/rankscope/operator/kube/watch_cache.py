@@ -16,7 +16,7 @@ from rankscope.operator.kube.api_client import ApiError, Document, GoneError, Ob
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 10.0
+MAX_PAUSE_SECONDS = 10.0
 # The server ends a watch after this long; a connection on which nothing at all came for longer is dead.
 WATCH_SECONDS = 240
 IDLE_SECONDS = WATCH_SECONDS + 30.0
@@ -102,7 +102,7 @@ class Watched(Generic[Kept]):
             self.connected = False
             # Randomized, or all replicas come back in the same moment.
             self._stopping.wait(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def _log_outage(self, error: UnreachableError) -> None:
         level = logging.WARNING if self.connected else logging.DEBUG

@@ -35,7 +35,7 @@ from rankscope.operator.kube.resources import (
 )
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.policies.policy import (
-    POLICIES_LIMIT,
+    MAX_POLICIES,
     Match,
     RunThresholds,
     by_namespace,
@@ -49,7 +49,7 @@ from rankscope.operator.runs.inventory import Inventory, Run
 from rankscope.v1.policy_service_pb2 import RunPolicy
 
 NAMES_SHOWN = 3
-TOO_MANY = f"the namespace has more than {POLICIES_LIMIT} policies, of which those of the highest priority are in force"
+TOO_MANY = f"the namespace has more than {MAX_POLICIES} policies, of which those of the highest priority are in force"
 
 
 def policy_status(
@@ -148,7 +148,7 @@ class PoliciesController:
         # A new workload with the name of an old one has the run's name: the newer pods count.
         ordered = sorted(self._inventory.runs().values(), key=lambda run: run.last_created)
         runs = {run.key.full_name: run for run in ordered}
-        in_force = {namespace: group[:POLICIES_LIMIT] for namespace, group in policies.items()}
+        in_force = {namespace: group[:MAX_POLICIES] for namespace, group in policies.items()}
         found = {name: match(in_force.get(run.key.namespace, ()), run) for name, run in runs.items()}
         self._matches = {name: matched for name, matched in found.items() if matched is not None}
         self._set_thresholds(runs)
@@ -218,8 +218,8 @@ class PoliciesController:
         now = self._clock()
         today = captures_today(captures, now)
         for group in policies.values():
-            for number, policy in enumerate(group[: 2 * POLICIES_LIMIT]):
-                if number >= POLICIES_LIMIT:
+            for number, policy in enumerate(group[: 2 * MAX_POLICIES]):
+                if number >= MAX_POLICIES:
                     policy = replace(policy, spec=None, mistake=TOO_MANY)
                 if not self._leases.holds(policy.place):
                     continue

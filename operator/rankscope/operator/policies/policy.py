@@ -12,7 +12,7 @@ from rankscope.operator.runs.inventory import Run
 from rankscope.operator.runs.pods import MFU_TARGET, read_annotations
 
 # Every run of a namespace is compared with so many of its policies.
-POLICIES_LIMIT = 64
+MAX_POLICIES = 64
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RunThresholds:
 
 
 def by_namespace(policies: Iterable[PolicyObject]) -> Mapping[str, list[PolicyObject]]:
-    """The highest priority first; of each namespace the first POLICIES_LIMIT are in force."""
+    """The highest priority first; of each namespace the first MAX_POLICIES are in force."""
     found: dict[str, list[PolicyObject]] = {}
     for policy in policies:
         found.setdefault(policy.namespace, []).append(policy)

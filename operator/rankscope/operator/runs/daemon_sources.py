@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 5.0
 FILE_BYTES = 4 << 20
 # More nodes than any fleet has: a file with more is a mistake.
-DAEMONS_LIMIT = 50_000
+MAX_DAEMONS = 50_000
 SLURM_SECONDS = 30.0
 SLURM_COMMAND = ("sinfo", "--noheader", "--Node", "--format=%o")
 TEXT_CHARACTERS = 300
@@ -169,8 +169,8 @@ def _bounded(addresses: Iterable[str]) -> frozenset[str]:
     found = set()
     for address in addresses:
         found.add(address)
-        if len(found) > DAEMONS_LIMIT:
-            raise SourceError(f"more than {DAEMONS_LIMIT} daemons")
+        if len(found) > MAX_DAEMONS:
+            raise SourceError(f"more than {MAX_DAEMONS} daemons")
     return frozenset(found)
 
 

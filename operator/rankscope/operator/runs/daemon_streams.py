@@ -35,22 +35,22 @@ SWEEP_SECONDS = 5.0
 # The first message comes at once: an unreachable node must not delay the others in the queue.
 FIRST_MESSAGE_SECONDS = 20.0
 # A daemon sends the windows of one node: a larger message is not a daemon's.
-MESSAGE_BYTES_LIMIT = 8 << 20
+MAX_MESSAGE_BYTES = 8 << 20
 # What a daemon may send ahead, about twenty messages.
 LOOKAHEAD_BYTES = 512 << 10
 METHOD = "/rankscope.v1.RankService/WatchRanks"
 # Messages within this time are handed on together.
 GATHERING_SECONDS = 0.05
-GATHERED_BYTES_LIMIT = 32 << 20
+MAX_GATHERED_BYTES = 32 << 20
 # A daemon sends one message per window, of half a second or more. A daemon that sends more is disconnected and retried
 # later.
 MESSAGES_PER_SECOND = 20.0
 MESSAGES_BURST = 200.0
 # Connections in progress: a restarted operator must not connect to its whole fleet at once.
-CONNECTING_LIMIT = 128
+MAX_CONNECTING = 128
 
 # A request must fit into what a daemon accepts: for a node with more pods than this, all windows are requested.
-PODS_LIMIT = 1000
+MAX_PODS = 1000
 
 Accept = Callable[[Sequence[DaemonMessage]], None]
 
@@ -64,7 +64,7 @@ class _Target:
 
 def _target(node: str, address: str, pods: Mapping[str, frozenset[str]] | None) -> _Target:
     asked = frozenset[str]() if pods is None else pods[node]
-    return _Target(node, address, asked if len(asked) <= PODS_LIMIT else frozenset())
+    return _Target(node, address, asked if len(asked) <= MAX_PODS else frozenset())
 
 
 class DaemonStreams:
@@ -78,7 +78,7 @@ class DaemonStreams:
         self._tasks: dict[_Target, asyncio.Task[None]] = {}
         self._connected: dict[str, int] = {}
         self._connections = itertools.count()
-        self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
+        self._connecting = asyncio.Semaphore(MAX_CONNECTING)
         self._received_at: dict[grpc.aio.Call, float] = {}
         self._gathered: list[DaemonMessage] = []
         self._gathered_bytes = 0
@@ -185,7 +185,7 @@ class DaemonStreams:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         options: list[tuple[str, object]] = [
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_LIMIT),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", 30_000),
             # A daemon sends little at a time: bandwidth probing and flow-control updates cost as much as reading it.
             ("grpc.http2.bdp_probe", 0),
@@ -205,7 +205,7 @@ class DaemonStreams:
             self._handing_on = self._loop.call_later(GATHERING_SECONDS, self._hand_on)
         self._gathered.append(message)
         self._gathered_bytes += size_bytes
-        if self._gathered_bytes > GATHERED_BYTES_LIMIT:
+        if self._gathered_bytes > MAX_GATHERED_BYTES:
             self._hand_on()
 
     def _hand_on(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-LABELS_KEPT = 64
+MAX_LABELS = 64
 TEXT_CHARACTERS = 253
 
 # Pods have the same texts; without this each would keep its own copy. Bounded, unlike sys.intern.
@@ -117,7 +117,7 @@ def _texts(value: object, characters: int = TEXT_CHARACTERS) -> dict[str, str]:
     pairs = [(k, v) for k, v in _mapping(value).items() if isinstance(k, str) and isinstance(v, str)]
     # Labels that group pods into runs must be kept for a pod with hundreds of labels.
     pairs.sort(key=lambda pair: "/" not in pair[0])
-    return {_shared(k): _shared(v[:characters]) for k, v in pairs[:LABELS_KEPT]}
+    return {_shared(k): _shared(v[:characters]) for k, v in pairs[:MAX_LABELS]}
 
 
 PREFIX = "rankscope.dev/"

@@ -128,7 +128,7 @@ class Sender:
 
 
 # A window with its stacks has a few kilobytes.
-WINDOW_BYTES_LIMIT = 128 << 10
+MAX_WINDOW_BYTES = 128 << 10
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Binding:
             place = self._place_of(known, lookups)
             if place is None:
                 continue
-            if len(window) > WINDOW_BYTES_LIMIT:
+            if len(window) > MAX_WINDOW_BYTES:
                 self.refusals.add("size")
                 continue
             accepted.windows.append(HeldWindow(known.under(place.names), window, start, end, figures))

@@ -37,7 +37,7 @@ ORIGIN = (REQUESTED_BY, VIA, TRIGGER)
 API_VERSION = "admission.k8s.io/v1"
 # The API server truncates longer warnings, and all of them together at 4096.
 WARNING_CHARACTERS = 256
-WARNINGS_KEPT = 12
+MAX_WARNINGS = 12
 
 
 class ReviewError(Exception):
@@ -104,7 +104,7 @@ def write_answer(request: Request, answer: Answer) -> bytes:
         response["patchType"] = "JSONPatch"
         response["patch"] = base64.b64encode(msgspec.json.encode(list(answer.patch))).decode()
     if answer.warnings:
-        response["warnings"] = [one_line(text, WARNING_CHARACTERS) for text in answer.warnings[:WARNINGS_KEPT]]
+        response["warnings"] = [one_line(text, WARNING_CHARACTERS) for text in answer.warnings[:MAX_WARNINGS]]
     return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response})
 
 

@@ -77,9 +77,9 @@ KINETO = {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
 PYTHONPATH = "PYTHONPATH"
 GIVEN_PYTHONPATH = "RANKSCOPE_GIVEN_PYTHONPATH"
 NOTE_CHARACTERS = 200
-NOTES_KEPT = 8
+MAX_NOTES = 8
 # Of a pod that is injected: a review has no end of them, and the API server applies our patch one by one.
-CONTAINERS_LIMIT = 128
+MAX_CONTAINERS = 128
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def _unfit(work: _Work) -> str:
     selected = _mapping(work.spec.get("nodeSelector")).get("kubernetes.io/os")
     if "windows" in (system, selected):
         return "Rankscope does not run on Windows"
-    if len(_items(work.spec.get("containers"))) > CONTAINERS_LIMIT:
-        return f"the pod has more than {CONTAINERS_LIMIT} containers"
+    if len(_items(work.spec.get("containers"))) > MAX_CONTAINERS:
+        return f"the pod has more than {MAX_CONTAINERS} containers"
     return ""
 
 
@@ -299,7 +299,7 @@ def _mount(mounts: object) -> Literal["ours", "other"] | None:
 
 
 def _note(work: _Work, text: str) -> None:
-    if len(work.notes) < NOTES_KEPT and text[:NOTE_CHARACTERS] not in work.notes:
+    if len(work.notes) < MAX_NOTES and text[:NOTE_CHARACTERS] not in work.notes:
         work.notes.append(text[:NOTE_CHARACTERS])
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rankscope.analysis.collectives.flight_recorder.tail import make_tail
 from rankscope.analysis.collectives.hang_report import (
-    PLACES_LIMIT,
+    MAX_PLACES,
     CollectiveRow,
     Evidence,
     Gap,
@@ -120,7 +120,7 @@ def test_a_report_of_as_many_places_as_ranks_is_bounded() -> None:
     reasons = {rank: f"{rank} {'x' * 5000}" for rank in range(200)}
     report = made(Evidence(stacks, reasons, {}, reasons, ["y" * 5000] * 200))
     assert len(msgspec.json.encode(report)) < 1 << 20
-    assert len(report.places) == PLACES_LIMIT and "more places are left out" in report.problems[-1]
+    assert len(report.places) == MAX_PLACES and "more places are left out" in report.problems[-1]
 
 
 @settings(deadline=None, max_examples=50)

@@ -48,7 +48,7 @@ def test_takes_a_missing_operation_from_the_file_name_or_option() -> None:
 
 def test_asks_for_the_ranks_that_the_output_does_not_list() -> None:
     cut = NCCL_TESTS.replace(RANK_LINES, "")
-    with pytest.raises(UnreadableError, match="give --ranks"):
+    with pytest.raises(UnreadableError, match="give --group-size"):
         read_text(cut)
     assert set(read_text(cut, ranks=8).ranks.tolist()) == {8}
 

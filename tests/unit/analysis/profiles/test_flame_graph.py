@@ -110,7 +110,7 @@ def test_names_from_processes_stay_data(names: list[str]) -> None:
 
 
 def test_the_smallest_frames_become_part_of_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NODES_LIMIT", 2)
+    monkeypatch.setattr(module, "MAX_NODES", 2)
     assert totals(Page(flame_graph(PROFILE, "")).data) == {
         (): [0, 0],
         ("main",): [400, 0],

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.analysis.replay.graph import MAX_STEPS, QUEUE_LIMIT, Graph, ReplayError, build_graph
+from rankscope.analysis.replay.graph import MAX_QUEUE, MAX_STEPS, Graph, ReplayError, build_graph
 from rankscope.analysis.replay.job import build_graphs, recorded_step_ns, replayed_step_ns
 from rankscope.analysis.replay.replay import replay
 from rankscope.analysis.traces.reader.trace_file import read_trace
@@ -77,7 +77,7 @@ def test_a_busy_device_sets_the_pace() -> None:
 
 
 def test_a_full_queue_blocks_the_host_in_both() -> None:
-    trace = device_bound(steps=60, queue_limit=QUEUE_LIMIT)
+    trace = device_bound(steps=60, queue_limit=MAX_QUEUE)
     graph = build_graph(trace)
     times = replay({0: graph})[0]
     assert (graph.own_ns < 10_000).all()  # blocking is not the host's own time

@@ -13,7 +13,7 @@ from rankscope.analysis.profiles.frames import KERNEL, NATIVE, PYTHON, Frame
 from rankscope.analysis.profiles.profile import Profile
 from rankscope.analysis.traces import kernel_stacks
 from rankscope.analysis.traces.breakdown import break_down
-from rankscope.analysis.traces.kernel_stacks import DEPTH_LIMIT, NAME_CHARACTERS, kernel_profile
+from rankscope.analysis.traces.kernel_stacks import MAX_DEPTH, NAME_CHARACTERS, kernel_profile
 from rankscope.analysis.traces.kernels import top_kernels
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from tests.shared_data import H200, shared
@@ -263,12 +263,12 @@ def test_a_stack_has_a_limited_depth_and_its_kernel() -> None:
     events = [span(f"f{level}", "cpu_op", level, 3 * depth - 2 * level) for level in range(depth)]
     profile = profile_of([*events, launch(depth, 1), kernel("k", 9, 5, 1)])
     (one,) = profile
-    assert len(one.stack) == DEPTH_LIMIT
-    assert [str(frame) for frame in one.stack[:2]] == ["k", f"f{DEPTH_LIMIT - 2}"] and str(one.stack[-1]) == "f0"
+    assert len(one.stack) == MAX_DEPTH
+    assert [str(frame) for frame in one.stack[:2]] == ["k", f"f{MAX_DEPTH - 2}"] and str(one.stack[-1]) == "f0"
 
 
 def test_beyond_the_frame_limit_the_longest_kernels_keep_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_stacks, "STACK_FRAMES_LIMIT", 7)
+    monkeypatch.setattr(kernel_stacks, "MAX_STACK_FRAMES", 7)
     events: list[Event] = []
     for number in range(6):
         at = 10 * number

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope.analysis.traces.reader import json_stream
-from rankscope.analysis.traces.reader.metadata import MEMBERS_LIMIT
+from rankscope.analysis.traces.reader.metadata import MAX_MEMBERS
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import ABSENT, Category, ProcessGroup, Trace
 from rankscope.common.text import printable
@@ -319,7 +319,7 @@ def test_groups_that_claim_a_million_ranks_keep_memory_bounded() -> None:
     args = [{**claim, "Global rank stride": 1, "Process Group Name": str(number)} for number in range(100)]
     trace = read_events(*(span(ts=number, args=each) for number, each in enumerate(args)))
     assert len(trace.groups) == 100 and trace.rank == 7
-    assert 0 < sum(len(group.ranks) for group in trace.groups) <= MEMBERS_LIMIT
+    assert 0 < sum(len(group.ranks) for group in trace.groups) <= MAX_MEMBERS
 
 
 @pytest.mark.parametrize(

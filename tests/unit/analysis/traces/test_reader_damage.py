@@ -172,7 +172,7 @@ def test_text_that_grows_beyond_the_limit_is_refused() -> None:
 
 def test_an_endless_event_is_refused_before_it_fills_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(json_stream, "EVENT_LIMIT_BYTES", 100_000)
+    monkeypatch.setattr(json_stream, "MAX_EVENT_BYTES", 100_000)
     blocks = iter([whole(good(3), '{"name": "')[:-20], *([b"a" * 10_000] * 1000)])
     with pytest.raises(TraceError, match=r"an event has no end: it is longer than 100000 bytes"):
         read_trace(blocks)

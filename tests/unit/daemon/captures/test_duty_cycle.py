@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from rankscope.daemon.captures.duty_cycle import RECORDS_KEPT, YOUNG_WINDOWS, DutyCycle, DutySettings
+from rankscope.daemon.captures.duty_cycle import MAX_RECORDS, YOUNG_WINDOWS, DutyCycle, DutySettings
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.samples import RankKey, RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -285,10 +285,10 @@ def test_one_failed_rank_fails_the_capture_not_other_ranks(captures: ScriptedCap
 
 
 def test_a_jobs_newest_record_is_kept_within_a_total_limit(captures: ScriptedCaptures) -> None:
-    old = {f"c-old-{n}": pb.Capture(id=f"c-old-{n}", job=f"job {n}") for n in range(RECORDS_KEPT + 5)}
+    old = {f"c-old-{n}": pb.Capture(id=f"c-old-{n}", job=f"job {n}") for n in range(MAX_RECORDS + 5)}
     captures.made.update(old)
     node = Node(captures)
     for _ in range(3):
         node.capture()
-    assert len(captures.made) == RECORDS_KEPT
+    assert len(captures.made) == MAX_RECORDS
     assert list(captures.made)[-1] == "c-3" and "c-2" not in captures.made

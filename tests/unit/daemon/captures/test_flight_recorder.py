@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.collectives.flight_recorder.tail import TAIL_BYTES_MOST, match_tails
+from rankscope.analysis.collectives.flight_recorder.tail import MAX_TAIL_BYTES, match_tails
 from rankscope.daemon.captures import flight_recorder
 from rankscope.daemon.captures.flight_recorder import dump_paths, read_tails
 from rankscope.daemon.procfs import read_stat
@@ -57,7 +57,7 @@ def rank(number: int, prefix: Path | str) -> RankProcess:
 def read(*ranks: RankProcess) -> list[FlightRecorderTail]:
     tails = read_tails(ranks)
     for tail in tails.values():
-        assert bool(tail.records) != bool(tail.problem) and len(tail.records) <= TAIL_BYTES_MOST
+        assert bool(tail.records) != bool(tail.problem) and len(tail.records) <= MAX_TAIL_BYTES
         assert tail.problem.isprintable() and tail.source.isprintable()
         assert max(len(tail.problem), len(tail.source)) <= flight_recorder.TEXT_CHARACTERS
     return [tails[one.key] for one in ranks]
@@ -154,7 +154,7 @@ def test_a_probe_is_not_asked_while_steps_end(writer: Writer, tmp_path: Path, mo
 
 def test_what_a_hostile_probe_hands_over_is_refused(writer: Writer, tmp_path: Path) -> None:
     unsealed = os.memfd_create(ring_layout.TRACE_NAME)
-    zeros, large = sealed(bytes(8192)), sealed(b"]" * (ring_layout.RECORDER_BYTES_MOST + 1))
+    zeros, large = sealed(bytes(8192)), sealed(b"]" * (ring_layout.MAX_RECORDER_BYTES + 1))
     for fd, words in ((unsealed, "not sealed"), (zeros, "no text"), (large, "are allowed"), (1 << 29, "cannot be")):
         with answering(writer, partial(Answer.report, phase=ring_layout.PHASE_WRITTEN, fd=fd)):
             (tail,) = read(rank(3, tmp_path / "fr_"))
@@ -170,7 +170,7 @@ def test_a_hostile_dump_does_not_affect_other_ranks(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return (os.mkdir, (str(tmp_path / "executed"),))
 
-    most = ring_layout.RECORDER_BYTES_MOST
+    most = ring_layout.MAX_RECORDER_BYTES
     contents = [WAITS, WAITS, ABSENT, pickle.dumps(Evil()), b"]" * (most // 4), b"(" * 4000, b'{"version":' * 1000]
     contents += [b"[" * (most - 1), b"", WAITS[:-40], b"]" * most + b"."]
     for number, dump in enumerate(contents):
@@ -198,7 +198,7 @@ def test_a_path_that_is_not_absolute_is_not_guessed() -> None:
 
 
 def test_ranks_beyond_the_limit_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "RANKS_MOST", 1)
+    monkeypatch.setattr(flight_recorder, "MAX_RANKS", 1)
     first, second = read(rank(0, tmp_path / "fr_"), rank(1, tmp_path / "fr_"))
     assert "no dump" in first.problem and "name fewer ranks" in second.problem
     assert read_tails([]) == {}

@@ -78,8 +78,8 @@ def test_ten_thousand_processes_of_one_container_displace_nobody_elses() -> None
 
 def test_all_namespaces_together_are_bounded() -> None:
     known = Clients()
-    for namespace in range(clients.CLIENTS_LIMIT // 1000 + 4):
+    for namespace in range(clients.MAX_CLIENTS // 1000 + 4):
         for number in range(1000):
             known.polled(namespace, b"%d" % number, namespace * 1000 + number, True, 1.0)
-    assert len(known) == clients.CLIENTS_LIMIT
+    assert len(known) == clients.MAX_CLIENTS
     assert known.of(0) is None, "the longest silent went"

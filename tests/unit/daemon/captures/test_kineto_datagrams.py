@@ -30,7 +30,7 @@ def test_only_the_masks_second_bit_requests_a_configuration(mask: int, is_ready:
     assert message.is_ready is is_ready
 
 
-@pytest.mark.parametrize("count", [-1, 1, 3, datagrams.PIDS_LIMIT + 1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("count", [-1, 1, 3, datagrams.MAX_PIDS + 1, 2**31 - 1, -(2**31)])
 def test_a_request_that_lies_about_its_pids_is_malformed(count: int) -> None:
     with pytest.raises(datagrams.MalformedError, match="pids announced"):
         datagrams.parse(request(count=count))
@@ -45,7 +45,7 @@ def test_a_datagram_of_another_length_than_it_says_is_malformed() -> None:
         datagrams.parse(whole + b"\0")
 
 
-@given(st.binary(max_size=2 * datagrams.DATAGRAM_LIMIT))
+@given(st.binary(max_size=2 * datagrams.MAX_DATAGRAM_BYTES))
 def test_no_bytes_do_worse_than_being_malformed(datagram: bytes) -> None:
     try:
         message = datagrams.parse(datagram)
@@ -56,8 +56,8 @@ def test_no_bytes_do_worse_than_being_malformed(datagram: bytes) -> None:
 
 
 def test_the_longest_accepted_request_fits_the_buffer() -> None:
-    longest = request(pids=tuple(range(datagrams.PIDS_LIMIT)))
-    assert len(longest) == datagrams.DATAGRAM_LIMIT
+    longest = request(pids=tuple(range(datagrams.MAX_PIDS)))
+    assert len(longest) == datagrams.MAX_DATAGRAM_BYTES
     assert isinstance(datagrams.parse(longest), datagrams.Request)
 
 

@@ -189,7 +189,7 @@ def test_a_forged_descriptor_is_an_error_and_nothing_else(fd: int, writer: Write
 
 
 def test_a_trace_beyond_the_limit_is_refused(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "SIZE_LIMIT_BYTES", 4)
+    monkeypatch.setattr(commands, "MAX_SIZE_BYTES", 4)
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
     with sealed(b"12345") as fd:

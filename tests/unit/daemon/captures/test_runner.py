@@ -13,7 +13,7 @@ from rankscope.common.rank_selection import Suspected
 from rankscope.daemon.captures import runner as runner_module
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage, Workspace
 from rankscope.daemon.captures.records import Delivered, Recorded
-from rankscope.daemon.captures.runner import PROCESSES_KEPT, CaptureRunner, LearnedSteps
+from rankscope.daemon.captures.runner import MAX_PROCESSES, CaptureRunner, LearnedSteps
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.support.waiting import wait_until
@@ -346,7 +346,7 @@ def test_steps_longer_than_learned_are_recorded_again(archive: MemoryArchive) ->
 
 def test_only_so_many_step_times_are_kept() -> None:
     learned = LearnedSteps()
-    for number in range(PROCESSES_KEPT + 1):
+    for number in range(MAX_PROCESSES + 1):
         learned.learn(rank(number), 0.1 + number)
     assert learned.longest([rank(0)]) is None
     assert learned.longest([rank(0), rank(1), rank(2)]) == 2.1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.store import CAPTURES_LIMIT, LOST, Kept, Quota, Store, Usage, choose_to_go
+from rankscope.daemon.captures.store import LOST, MAX_CAPTURES, Kept, Quota, Store, Usage, captures_to_evict
 from rankscope.v1 import capture_service_pb2 as pb
 
 FIRST, SECOND, THIRD = (f"c-20261115-12000{second}-abcdef" for second in (0, 1, 2))
@@ -103,13 +103,13 @@ def test_nothing_is_recorded_onto_a_disk_that_is_almost_full(tmp_path: Path) -> 
 def test_captures_go_until_others_have_their_part_of_the_disk() -> None:
     kept = [Kept(name, number, GIGABYTE, False) for number, name in enumerate("abc")]
     usage = Usage(100 * GIGABYTE, 4 * GIGABYTE, 10.0)
-    going, objection = choose_to_go(kept, usage, 0, Quota())
+    going, objection = captures_to_evict(kept, usage, 0, Quota())
     assert [one.name for one in going] == ["a"] and objection is None
 
 
 def test_little_captures_do_not_pile_up_without_end() -> None:
-    kept = [Kept(f"{number}", number, 0, False) for number in range(CAPTURES_LIMIT + 2)]
-    going, _ = choose_to_go(kept, Usage(100, 100, 10.0), 0, Quota())
+    kept = [Kept(f"{number}", number, 0, False) for number in range(MAX_CAPTURES + 2)]
+    going, _ = captures_to_evict(kept, Usage(100, 100, 10.0), 0, Quota())
     assert {one.name for one in going} == {"0", "1"}
 
 
@@ -247,4 +247,4 @@ def test_reserved_room_counts_as_used_disk_space(tmp_path: Path) -> None:
 def test_a_capture_under_way_is_not_too_old_either() -> None:
     kept = [Kept("a", 0.0, GIGABYTE, True), Kept("b", 1.0, GIGABYTE, False)]
     usage = Usage(100 * GIGABYTE, GIGABYTE, 1e9)
-    assert [one.name for one in choose_to_go(kept, usage, 0, Quota(age_seconds=1.0))[0]] == ["b"]
+    assert [one.name for one in captures_to_evict(kept, usage, 0, Quota(age_seconds=1.0))[0]] == ["b"]

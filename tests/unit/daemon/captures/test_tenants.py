@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.daemon.captures.orders import fair_choice, surplus, tenant_of
-from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, Records
+from rankscope.daemon.captures.records import MAX_REMEMBERED_CAPTURES, Records
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -54,7 +54,7 @@ def test_captures_of_the_tenant_with_most_are_forgotten_first() -> None:
     tenants = {"the-only-one": "pod few"}
     records = Records(lambda capture: None, tenant=lambda capture_id: tenants.get(capture_id, "pod many"))
     records.add(pb.Capture(id="the-only-one", state=pb.CAPTURE_STATE_ANALYSED))
-    for number in range(2 * CAPTURES_REMEMBERED):
+    for number in range(2 * MAX_REMEMBERED_CAPTURES):
         records.add(pb.Capture(id=f"m-{number}", state=pb.CAPTURE_STATE_FAILED))
-    assert len(records.all()) == CAPTURES_REMEMBERED
+    assert len(records.all()) == MAX_REMEMBERED_CAPTURES
     assert records.get("the-only-one") is not None and records.get("m-0") is None

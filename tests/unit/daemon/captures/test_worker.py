@@ -26,7 +26,7 @@ from rankscope.daemon.captures.processing.messages import (
     result_file,
 )
 from rankscope.daemon.captures.processing.sandbox import (
-    LEAST_MEMORY_BYTES,
+    MIN_MEMORY_BYTES,
     SHARE_OF_MEMORY,
     MemoryShares,
     run_module,
@@ -294,7 +294,7 @@ def test_tenants_processes_share_no_more_than_available_memory() -> None:
     shares, never = MemoryShares(lambda: 2 << 30), threading.Event()
     with ExitStack() as stack:
         granted = [stack.enter_context(shares.share(f"pod {number}", 9.0, never)) for number in range(3)]
-        assert all(one is not None and one >= LEAST_MEMORY_BYTES for one in granted)
+        assert all(one is not None and one >= MIN_MEMORY_BYTES for one in granted)
         assert sum(one or 0 for one in granted) < 2 << 30
         # The next one, and a second one of the same tenant, wait until there is enough.
         for tenant in ("pod 0", "pod 3"):

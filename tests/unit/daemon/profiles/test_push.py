@@ -292,7 +292,7 @@ def test_a_wrong_retry_after_holds_nothing_up_for_long(said: str) -> None:
     with serving(status(503, Retry_After=said.encode().decode("latin-1"))) as server:
         with pytest.raises(PushError) as raised:
             Pyroscope(server.url).push(b"{}")
-        assert 0 <= raised.value.retry_after_seconds <= pyroscope.RETRY_AFTER_LIMIT_SECONDS
+        assert 0 <= raised.value.retry_after_seconds <= pyroscope.MAX_RETRY_AFTER_SECONDS
 
 
 def test_the_pause_doubles_up_to_a_limit_with_jitter() -> None:

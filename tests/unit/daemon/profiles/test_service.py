@@ -99,7 +99,7 @@ def test_stacks_of_all_ranks_are_dumped_or_a_reason_given(served: Daemon, stub: 
     first, deep, denied = answer.ranks
     assert (first.rank, first.node, first.phase) == (0, "node-a", "input")
     assert list(first.frames) == ["load_image (/app/dataset.py:88)", "main (/app/train.py:10)"]
-    assert len(deep.frames) == service.FRAMES_LIMIT
+    assert len(deep.frames) == service.MAX_FRAMES
     assert not denied.frames and denied.problem.startswith("rank 2: not") and denied.problem.isprintable()
     assert [one.rank for one in stub.DumpStacks(pb.DumpStacksRequest(job=RUN, ranks=[1, 9])).ranks] == [1]
     assert not stub.DumpStacks(pb.DumpStacksRequest(job="unknown")).ranks
@@ -203,7 +203,7 @@ def test_a_too_large_answer_is_refused_with_a_next_step(
     served: Daemon, stub: ProfileServiceStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(served, 0, {LOAD: 3, STEP: 5})
-    monkeypatch.setattr(service, "ROWS_LIMIT", 1)
+    monkeypatch.setattr(service, "MAX_ROWS", 1)
     code, reason = refused(stub.QueryProfile, pb.QueryProfileRequest(selection=selection()))
     assert code == "RESOURCE_EXHAUSTED" and "shorter time" in reason
 

@@ -17,10 +17,10 @@ from rankscope.analysis.profiles.frames import Frame, Stack
 from rankscope.daemon.profiles import database, segment, store
 from rankscope.daemon.profiles.database import SET_ASIDE, Limits
 from rankscope.daemon.profiles.segment import (
-    FRAMES_PER_STACK_LIMIT,
+    MAX_FRAMES_PER_STACK,
+    MAX_NEW_FRAMES,
+    MAX_STACKS_PER_INTERVAL,
     NAME_CHARACTERS,
-    NEW_FRAMES_LIMIT,
-    STACKS_PER_INTERVAL_LIMIT,
 )
 from rankscope.daemon.profiles.store import ProfileStore, Query
 from rankscope.daemon.samples import Recording, Span
@@ -134,11 +134,11 @@ def test_recording_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.
     made = new_store(tmp_path, interval_seconds=0.001)
     made.record(recording({LOAD: 1}))
     assert is_writing.wait(180)
-    for _ in range(3 * store.QUEUE_LIMIT):
+    for _ in range(3 * store.MAX_QUEUE):
         made.record(recording({LOAD: 1}))
     status = made.status()
     assert status.problem is not None and status.problem.kind == "slow"
-    assert status.samples_lost == 2 * store.QUEUE_LIMIT
+    assert status.samples_lost == 2 * store.MAX_QUEUE
     unblocked.set()
     made.close()
 
@@ -149,7 +149,7 @@ def test_names_are_bounded_and_printable(opened: ProfileStore) -> None:
     opened.record(recording({(hostile,) * 10_000: 1}, run=run, thread="t\x07" * 1000))
     opened.flush()
     (found,) = opened.query(Query(run, EVER))
-    assert len(found.stack) == FRAMES_PER_STACK_LIMIT
+    assert len(found.stack) == MAX_FRAMES_PER_STACK
     for name in (found.stack[0].function, found.stack[0].file, found.thread):
         assert name.isprintable() and len(name) <= NAME_CHARACTERS
     assert found.stack[0].file.endswith("/end.py") and found.stack[0].line == 0
@@ -158,22 +158,22 @@ def test_names_are_bounded_and_printable(opened: ProfileStore) -> None:
 def test_a_rank_with_too_many_stacks_leaves_others_room(opened: ProfileStore) -> None:
     opened.record(recording(distinct(1, 100, depth=200)))
     opened.record(recording({LOAD: 3}, rank=1))
-    many = dict.fromkeys(((Frame("f", "f", line),) for line in range(STACKS_PER_INTERVAL_LIMIT)), 1)
+    many = dict.fromkeys(((Frame("f", "f", line),) for line in range(MAX_STACKS_PER_INTERVAL)), 1)
     opened.record(recording(many, rank=2))
     opened.record(recording({LOAD: 7}, rank=2))
     opened.flush()
     found = opened.query(Query("run", EVER))
     assert found.filter(ranks={0}).samples_total == 100
     assert found.filter(ranks={1}).samples_total == 3
-    assert found.filter(ranks={2}).samples_total == STACKS_PER_INTERVAL_LIMIT
+    assert found.filter(ranks={2}).samples_total == MAX_STACKS_PER_INTERVAL
     assert opened.status().samples_lost == 7
-    assert len(found.frames) <= 2 * NEW_FRAMES_LIMIT + 10
+    assert len(found.frames) <= 2 * MAX_NEW_FRAMES + 10
 
 
 def test_stacks_too_many_for_one_segment_are_split(
     opened: ProfileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment, "STACKS_LIMIT", 30)
+    monkeypatch.setattr(segment, "MAX_STACKS", 30)
     for rank in range(5):
         opened.record(recording(distinct(rank, 20), rank=rank))
     opened.flush()
@@ -209,7 +209,7 @@ def test_the_oldest_profiles_are_dropped_to_stay_within_size(tmp_path: Path) -> 
 
 
 def test_repeated_restarts_keep_a_bounded_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "FILES_LIMIT", 3)
+    monkeypatch.setattr(database, "MAX_FILES", 3)
     for minute in range(1, 7):
         made = new_store(tmp_path)
         made.record(recording({LOAD: 1}, minute=minute))

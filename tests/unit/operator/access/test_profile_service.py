@@ -205,7 +205,7 @@ def test_a_hostile_daemon_is_a_problem_and_the_others_count(
 ) -> None:
     if kind == "silence":
         wait_a_second_for(fleet, fleet.b, monkeypatch)
-    monkeypatch.setattr(profile_relay, "ROWS_LIMIT", 1000)
+    monkeypatch.setattr(profile_relay, "MAX_ROWS", 1000)
     fleet.b.profile_answers, reason = HOSTILE[kind]
     found, problems = fleet.samples()
     assert found == {0: PROFILE_SAMPLES, 1: PROFILE_SAMPLES}
@@ -240,10 +240,10 @@ def test_ranks_reported_by_two_nodes_without_known_place_are_omitted(fleet: Flee
 
 
 def test_joined_profiles_take_bounded_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_relay, "JOINED_ROWS_LIMIT", 3)
+    monkeypatch.setattr(profile_relay, "MAX_JOINED_ROWS", 3)
     found, problems = fleet.samples()
     assert len(found) == 2 and len(problems) == 1 and "too many stacks to join" in problems[0]
-    monkeypatch.setattr(profile_relay, "NODE_LIMIT_BYTES", 100)
+    monkeypatch.setattr(profile_relay, "MAX_NODE_BYTES", 100)
     found, problems = fleet.samples()
     assert not found and len(problems) == 2
 
@@ -252,7 +252,7 @@ def test_nodes_without_daemon_or_over_the_limit_are_named(fleet: Fleet, monkeypa
     del fleet.cluster.addresses["node-a"]
     found, problems = fleet.samples()
     assert found.keys() == {2, 3} and problems == ["node-a: there is no daemon on this node now"]
-    monkeypatch.setattr(profile_relay, "QUERY_NODES_LIMIT", 1)
+    monkeypatch.setattr(profile_relay, "MAX_QUERY_NODES", 1)
     assert "1 of 2 nodes were asked" in fleet.samples()[1][0]
     fleet.cluster.nodes.clear()
     fleet.cluster.addresses.clear()
@@ -366,7 +366,7 @@ def test_stacks_of_a_hostile_daemon_are_bounded_printable_and_own(
     assert all(frame.isprintable() and len(frame) <= 600 for frame in by_rank[3].frames)
     assert by_rank[2].problem == "its node did not answer for it"
     assert len(answer.problems) == 4 and all(len(text) <= 300 and text.isprintable() for text in answer.problems)
-    monkeypatch.setattr(profile_relay, "STACKS_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(profile_relay, "MAX_STACKS_BYTES", 1000)
     assert "1 ranks are left out: the answer is too large" in " ".join(fleet.dump().problems)
 
 
@@ -538,7 +538,7 @@ def test_a_hang_dump_with_flight_recorders_survives_a_silent_node(
         gone.wait(60)
         return pb.DumpStacksResponse()
 
-    tails = [b'{"version": "2.10"}', b"x" * (profile_relay.TAIL_BYTES_MOST + 1)]
+    tails = [b'{"version": "2.10"}', b"x" * (profile_relay.MAX_TAIL_BYTES + 1)]
     fleet.a.stack_answers = lambda request: pb.DumpStacksResponse(
         ranks=[
             pb.RankStack(rank=rank, frames=["f"], flight_recorder=pb.FlightRecorderTail(records=tail, source="\x1b[2J"))

@@ -86,7 +86,7 @@ def test_a_yes_is_cached_ten_seconds_and_a_no_two() -> None:
 
 
 def test_no_token_is_stored_and_cached_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_review, "REMEMBERED", 3)
+    monkeypatch.setattr(token_review, "MAX_REMEMBERED", 3)
     api = FakeApi()
     reviews = made(api)
     for number in range(10):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rankscope.operator.captures.controller import NAMESPACE_LIMIT, CapturesController
+from rankscope.operator.captures.controller import MAX_PER_NAMESPACE, CapturesController
 from rankscope.operator.kube.api_client import ConflictError
 from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.kube.objects import CaptureObject, read_capture_object
@@ -66,4 +66,4 @@ def test_endless_captures_of_a_namespace_hold_up_no_other() -> None:
         calls.release.set()
         controller.stop()
     assert "no rank of run mine reports" in str(writer.written["lab/mine"].message)
-    assert len(calls.asked) <= NAMESPACE_LIMIT
+    assert len(calls.asked) <= MAX_PER_NAMESPACE

@@ -117,5 +117,5 @@ def test_the_command_tells_what_to_copy_where(tmp_path: Path, capsys: pytest.Cap
     assert f"{pki}/daemon-node-1: valid until 20" in told
     assert "for rankscope-daemon, node-1, 10.0.0.1" in told
     assert "copy the folder to /etc/rankscope/tls on node-1" in told
-    assert main(["certificates", "issue", pki, "--role", "daemon", "node-1"]) == 1
+    assert main(["certificates", "issue", pki, "--role", "daemon", "node-1"]) == 2
     assert capsys.readouterr().err.startswith("error: ")

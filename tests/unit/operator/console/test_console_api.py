@@ -500,7 +500,7 @@ def test_an_ended_run_shows_the_time_before_its_end() -> None:
 
 
 def test_kept_answers_are_bounded_and_the_latest_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "KEPT_BYTES", 250)
+    monkeypatch.setattr(api, "MAX_KEPT_BYTES", 250)
     played = Played()
     played.tick()
     kept, made = AnswerCache(), []

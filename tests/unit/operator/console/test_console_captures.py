@@ -95,7 +95,7 @@ def test_a_summary_reports_the_traces_in_numbers_and_sentences(console: Console)
 def test_the_newest_captures_come_first_and_the_list_is_bounded(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console_captures, "LISTED_MOST", 2)
+    monkeypatch.setattr(console_captures, "MAX_LISTED", 2)
     for number in range(3):
         made = capture(ANALYSED, ANALYSED, FAILED, job="bert" if number else "llama")
         made.id, made.requested_unix_millis = f"c-{number}", 1000 * number
@@ -277,7 +277,7 @@ def test_traces_too_large_to_merge_are_refused_with_an_alternative(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(console, trace_of(0), trace_of(1))
-    monkeypatch.setattr(console_captures, "MERGED_LIMIT_BYTES", 100)
+    monkeypatch.setattr(console_captures, "MAX_MERGED_BYTES", 100)
     answer = console.get(f"/capture/merged?id={ID}")
     assert answer.status == 413 and b"rankscope analyze trace --merged" in answer.body
     console.captures.known[ID].ranks[0].artifact = console.captures.known[ID].ranks[1].artifact = "rank0.folded.gz"

@@ -110,7 +110,7 @@ def test_ended_runs_are_dropped_before_other_runs_lose_detail() -> None:
 
 
 def test_runs_are_bounded_and_those_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "RUNS_KEPT", 2)
+    monkeypatch.setattr(history, "MAX_RUNS", 2)
     played = Played()
     for run in "abc":
         played.tick(run=run)

@@ -231,7 +231,7 @@ def test_query_steps_follow_the_columns_and_number_of_ranks(view: RunView) -> No
 
 
 def test_answers_that_are_kept_are_bounded(view: RunView, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(older_history, "KEPT_ANSWERS", 2)
+    monkeypatch.setattr(older_history, "MAX_KEPT_ANSWERS", 2)
     with serving(says(result(series((view.ticks[0].start, "1"), rank="0")))) as server:
         source = history(server.url)
         for seconds in (6 * 3600.0, DAY, 3 * DAY, 6 * DAY):

@@ -250,7 +250,7 @@ def files(folder: Path) -> list[str]:
 def test_the_oldest_reports_are_removed_by_number_bytes_and_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang_store, "REPORTS_LIMIT", 3)
+    monkeypatch.setattr(hang_store, "MAX_REPORTS", 3)
     now = 1000.0
     store = HangStore(FolderFiles(tmp_path), lambda: now)
     for number in range(5):

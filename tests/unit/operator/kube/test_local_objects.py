@@ -131,7 +131,7 @@ def test_a_write_that_fails_changes_nothing(tmp_path: Path, objects: LocalObject
 
 
 def test_the_number_of_objects_is_bounded(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_objects, "OBJECTS_LIMIT", 1)
+    monkeypatch.setattr(local_objects, "MAX_OBJECTS", 1)
     made(objects)
     with pytest.raises(ApiError, match="delete some"):
         made(objects, "two")

@@ -76,7 +76,7 @@ def replicas(server: ConfigMaps, now: list[float]) -> list[HangStore]:
 
 
 def test_replicas_find_and_remove_each_others_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_store, "REPORTS_LIMIT", 2)
+    monkeypatch.setattr(hang_store, "MAX_REPORTS", 2)
     server, now = ConfigMaps(), [0.0]
     server.held[f"{PATH}/kube-root-ca.crt"] = {"metadata": {"name": "kube-root-ca.crt"}, "data": {}}
     one, other = replicas(server, now)

@@ -102,7 +102,7 @@ def test_a_file_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     file.write_text("node-1\n" * 1000)
     with pytest.raises(SourceError, match="larger than"):
         FileDaemons(file).addresses()
-    monkeypatch.setattr(daemon_sources, "DAEMONS_LIMIT", 3)
+    monkeypatch.setattr(daemon_sources, "MAX_DAEMONS", 3)
     file.write_text("\n".join(f"node-{number}" for number in range(4)))
     with pytest.raises(SourceError, match="more than 3 daemons"):
         FileDaemons(file).addresses()

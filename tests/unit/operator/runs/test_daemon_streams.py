@@ -234,7 +234,7 @@ def test_a_replica_follows_only_nodes_and_pods_of_its_runs(
         heard.follow({"node-a": address, "node-b": address}, pods)
         wait_until(lambda asked=asked: servicer.asked == asked)  # type: ignore[misc]
         assert heard.following == 1
-    monkeypatch.setattr(daemon_streams, "PODS_LIMIT", 1)
+    monkeypatch.setattr(daemon_streams, "MAX_PODS", 1)
     heard.follow({"node-a": address}, {"node-a": frozenset({"p1", "p2"})})
     wait_until(lambda: servicer.asked == [])
     heard.follow({"node-a": address}, {})

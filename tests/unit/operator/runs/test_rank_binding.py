@@ -8,9 +8,9 @@ import pytest
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.pods import TEAM, USER, Owner, Pod
 from rankscope.operator.runs.rank_binding import (
+    MAX_WINDOW_BYTES,
     OWNED_SECONDS,
     RANKS_PER_NODE,
-    WINDOW_BYTES_LIMIT,
     Accepted,
     Binding,
 )
@@ -185,7 +185,7 @@ def test_kept_windows_do_not_retain_a_partly_refused_message(inventory: Inventor
 
 def test_an_oversized_or_garbage_window_alone_is_refused(inventory: Inventory) -> None:
     said = message(0, 1, 2)
-    said.windows[0].problems.append("x" * WINDOW_BYTES_LIMIT)
+    said.windows[0].problems.append("x" * MAX_WINDOW_BYTES)
     read = sent(said, "node-a")
     read.ranks = [*read.ranks[:2], b"\xff\xff"]
     binding = Binding(inventory, Clock())

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.runs.pods import LABELS_KEPT, Pod, read_pod
+from rankscope.operator.runs.pods import MAX_LABELS, Pod, read_pod
 from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, RunKey, run_of
 
 
@@ -120,7 +120,7 @@ def test_two_workloads_never_share_an_object_name() -> None:
 def test_a_pod_with_thousands_of_labels_keeps_its_run() -> None:
     labels = {f"noise{i}": "x" for i in range(5000)}
     read = pod({**labels, "training.kubeflow.org/job-name": "llama"})
-    assert len(read.labels) == LABELS_KEPT
+    assert len(read.labels) == MAX_LABELS
     assert run_of(read) == RunKey("team", "PyTorchJob", "llama", "kubeflow.org/v1")
 
 

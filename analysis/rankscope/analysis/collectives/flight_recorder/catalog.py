@@ -14,11 +14,11 @@ from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_note
 from rankscope.analysis.stats.robust import Ints
 from rankscope.common.text import printable
 
-RANKS_MOST = 1 << 31
+MAX_RANKS = 1 << 31
 _TEXT_CHARACTERS = 200
 _SHAPES_CHARACTERS = 120
-_DIMENSIONS_MOST = 64
-_INTERNED_MOST = 1_000_000
+_MAX_DIMENSIONS = 64
+_MAX_INTERNED = 1_000_000
 _RANK_LIST = re.compile(r"\[?[\d,\s]*\]?", re.ASCII)
 _PEERS = re.compile(r"(?:send|recv) (\d{1,9})(->|<-)(\d{1,9})", re.ASCII)
 
@@ -92,10 +92,10 @@ class Catalog:
         if not isinstance(value, str) or not _RANK_LIST.fullmatch(value):
             return None
         if value not in self._members:
-            if len(self._members) >= _INTERNED_MOST:
+            if len(self._members) >= _MAX_INTERNED:
                 raise DumpError("the dumps have too many different groups; give the dumps of one job only")
             numbers = sorted({int(word) for word in re.findall(r"\d{1,10}", value)})
-            self._members[value] = tuple(number for number in numbers if number < RANKS_MOST)
+            self._members[value] = tuple(number for number in numbers if number < MAX_RANKS)
         return self._members[value] or None
 
     def adopt(self, other: Catalog) -> tuple[Ints, Ints, Ints]:
@@ -109,7 +109,7 @@ class Catalog:
 def _intern(numbers: dict[Any, int], key: Any, values: list[Any], make: Any) -> int:
     number = numbers.get(key)
     if number is None:
-        if len(values) >= _INTERNED_MOST:
+        if len(values) >= _MAX_INTERNED:
             raise DumpError("the dumps have too many different records; give the dumps of one job only")
         value = make()
         number = numbers[key] = len(values)
@@ -161,7 +161,7 @@ def _batch(operations: Sequence[Operation], parts: tuple[int, ...]) -> Operation
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    if len(shape) > _DIMENSIONS_MOST or not all(type(length) is int for length in shape):
+    if len(shape) > _MAX_DIMENSIONS or not all(type(length) is int for length in shape):
         raise ValueError
     return math.prod(shape)
 

@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rankscope.analysis.collectives.flight_recorder.catalog import RANKS_MOST, Catalog, DumpError, text_of
+from rankscope.analysis.collectives.flight_recorder.catalog import MAX_RANKS, Catalog, DumpError, text_of
 from rankscope.analysis.collectives.flight_recorder.plain_pickle import PlainPickleError, load_plain
 from rankscope.analysis.profiles.frames import is_library
 from rankscope.analysis.stats.robust import Bools, Ints
 
-DUMP_BYTES_MOST = 64 << 20
-_FRAMES_LOOKED_AT = 256
+MAX_DUMP_BYTES = 64 << 20
+_MAX_FRAMES = 256
 # Sizes and types of tensors and frames of stacks, over all records of a dump; and what a record counts for at least.
-_PARTS_MOST = 20_000_000
+_MAX_PARTS = 20_000_000
 _RECORD_PARTS = 50
 _LAYOUT = re.compile(r"(\d{1,4})\.(\d{1,4})")
 # Records of these have no events to ask: they are retired when they finish or fail, and never become "completed".
@@ -68,8 +68,8 @@ def read_dump(data: bytes, catalog: Catalog) -> Dump:
 
 def load_dump(data: bytes) -> dict[str, Any]:
     """What the dump says, unchecked. Raises DumpError, for any bytes."""
-    if len(data) > DUMP_BYTES_MOST:
-        raise DumpError(f"it is larger than {DUMP_BYTES_MOST >> 20} MiB; dump without stacks, or with fewer records")
+    if len(data) > MAX_DUMP_BYTES:
+        raise DumpError(f"it is larger than {MAX_DUMP_BYTES >> 20} MiB; dump without stacks, or with fewer records")
     content = _load(data)
     if not isinstance(content, dict) or "version" not in content:
         raise DumpError(f"it is not a dump of a flight recorder; {_NEXT}")
@@ -90,7 +90,7 @@ def read_content(content: dict[str, Any], catalog: Catalog) -> Dump:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
             raise DumpError(f"its record {number} is not what torch writes; {_NEXT}") from None
     rank = content.get("rank")
-    is_rank = type(rank) is int and 0 <= rank < RANKS_MOST
+    is_rank = type(rank) is int and 0 <= rank < MAX_RANKS
     has_records = has_records and not _hides_completed(content)
     return reader.dump(layout, rank if is_rank else None, mentioned, has_records)
 
@@ -171,12 +171,12 @@ class _Reader:
         name: str = entry["profiling_name"]
         inputs, outputs = entry["input_sizes"], entry["output_sizes"]
         input_types, output_types = get("input_dtypes") or (), get("output_dtypes") or ()
-        frames = (get("frames") or ())[:_FRAMES_LOOKED_AT]
+        frames = (get("frames") or ())[:_MAX_FRAMES]
         # A small file can refer to one large list many times.
         self._parts += _RECORD_PARTS + len(frames) + len(input_types) + len(output_types) + len(inputs) + len(outputs)
-        if self._parts <= _PARTS_MOST:
+        if self._parts <= _MAX_PARTS:
             self._parts += sum(map(len, inputs)) + sum(map(len, outputs))
-        if self._parts > _PARTS_MOST:
+        if self._parts > _MAX_PARTS:
             raise DumpError("its records are too large or too many; dump with a smaller TORCH_FR_BUFFER_SIZE")
         key = (name, tuple(map(tuple, inputs)), tuple(input_types), tuple(map(tuple, outputs)), tuple(output_types))
         is_p2p = bool(get("is_p2p", ":send " in name or ":recv " in name))

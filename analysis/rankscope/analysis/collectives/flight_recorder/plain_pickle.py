@@ -11,11 +11,11 @@ import struct
 from typing import Any
 
 # An entry of a flight recorder takes about 100 opcodes, and one more for each frame of its stack.
-OPCODES_MOST = 8_000_000
-_TEXT_BYTES_MOST = 4 << 20
-_INTEGER_BYTES_MOST = 16
-_OPEN_CONTAINERS_MOST = 64
-_TUPLE_ITEMS_MOST = 16
+MAX_OPCODES = 8_000_000
+_MAX_TEXT_BYTES = 4 << 20
+_MAX_INTEGER_BYTES = 16
+_MAX_OPEN_CONTAINERS = 64
+_MAX_TUPLE_ITEMS = 16
 _NEWEST_PROTOCOL = 5
 
 _TEXT = frozenset({str})
@@ -53,7 +53,7 @@ def _load(data: bytes) -> Any:
     below: list[list[Any]] = []  # the stacks under the open marks
     memo: dict[int, Any] = {}
     at = 0
-    for _ in range(OPCODES_MOST):
+    for _ in range(MAX_OPCODES):
         code = data[at]
         at += 1
         # Frequent ones first, in three ranges of codes: most opcodes are found after a few comparisons.
@@ -72,8 +72,8 @@ def _load(data: bytes) -> Any:
             elif code == 0x28:  # MARK
                 below.append(stack)
                 stack = []
-                if len(below) > _OPEN_CONTAINERS_MOST:
-                    raise PlainPickleError(f"it nests more than {_OPEN_CONTAINERS_MOST} containers")
+                if len(below) > _MAX_OPEN_CONTAINERS:
+                    raise PlainPickleError(f"it nests more than {_MAX_OPEN_CONTAINERS} containers")
             elif code == 0x4D:  # BININT2
                 stack.append(_UINT16(data, at)[0])
                 at += 2
@@ -129,7 +129,7 @@ def _load(data: bytes) -> Any:
         elif code == 0x8A:  # LONG1
             length = data[at]
             at += 1 + length
-            if length > _INTEGER_BYTES_MOST or at > len(data):
+            if length > _MAX_INTEGER_BYTES or at > len(data):
                 raise PlainPickleError(f"it has an integer of {length} bytes")
             stack.append(int.from_bytes(data[at - length : at], "little", signed=True))
         elif code == 0x89:  # NEWFALSE
@@ -152,7 +152,7 @@ def _load(data: bytes) -> Any:
             at += 8
         else:
             raise _refusal(code)
-    raise PlainPickleError(f"it holds more than {OPCODES_MOST:,} values")
+    raise PlainPickleError(f"it holds more than {MAX_OPCODES:,} values")
 
 
 def _refusal(code: int) -> PlainPickleError:
@@ -160,7 +160,7 @@ def _refusal(code: int) -> PlainPickleError:
 
 
 def _text(data: bytes, at: int, length: int, stack: list[Any]) -> int:
-    if length > _TEXT_BYTES_MOST:
+    if length > _MAX_TEXT_BYTES:
         raise PlainPickleError(f"it has a text of {length} bytes")
     if at + length > len(data):
         raise IndexError
@@ -190,6 +190,6 @@ def _tuple(stack: list[Any], count: int) -> tuple[Any, ...]:
         raise IndexError
     items = stack[len(stack) - count :]
     # Nested tuples that share their parts take exponential time to hash or to compare, and long ones are not cached.
-    if count > _TUPLE_ITEMS_MOST or not _SCALARS.issuperset(map(type, items)):
-        raise PlainPickleError(f"it has a tuple of containers, or of more than {_TUPLE_ITEMS_MOST} values")
+    if count > _MAX_TUPLE_ITEMS or not _SCALARS.issuperset(map(type, items)):
+        raise PlainPickleError(f"it has a tuple of containers, or of more than {_MAX_TUPLE_ITEMS} values")
     return tuple(items)

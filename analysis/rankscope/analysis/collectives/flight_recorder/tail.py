@@ -15,11 +15,11 @@ from rankscope.analysis.collectives.flight_recorder.dump import Dump, State, loa
 from rankscope.analysis.collectives.flight_recorder.matching import analyze_dumps
 from rankscope.analysis.collectives.flight_recorder.report import Report, make_report
 
-TAIL_BYTES_MOST: Final = 64 << 10
-GROUPS_MOST: Final = 64
+MAX_TAIL_BYTES: Final = 64 << 10
+MAX_GROUPS: Final = 64
 # Of each group. Fewer where the tail would be too large.
 _RECORDS_OF_A_GROUP: Final = (64, 32, 16, 8, 4, 2)
-_MEMBERS_BYTES_MOST: Final = 16 << 10
+_MAX_MEMBERS_BYTES: Final = 16 << 10
 
 
 def make_tail(data: bytes) -> bytes:
@@ -44,7 +44,7 @@ def match_tails(tails: Mapping[int, bytes]) -> Report:
     dumps: dict[int, Dump] = {}
     for rank, tail in tails.items():
         try:
-            if len(tail) <= TAIL_BYTES_MOST:
+            if len(tail) <= MAX_TAIL_BYTES:
                 dumps[rank] = read_dump(tail, catalog)
         except DumpError:
             continue
@@ -57,7 +57,7 @@ def _kept(dump: Dump, count: int) -> tuple[list[int], bool]:
     by_group: dict[int, list[int]] = defaultdict(list)
     for row, group in enumerate(dump.group.tolist()):
         by_group[group].append(row)
-    recent = sorted(by_group.values(), key=lambda rows: rows[-1])[-GROUPS_MOST:]
+    recent = sorted(by_group.values(), key=lambda rows: rows[-1])[-MAX_GROUPS:]
     kept: list[int] = []
     is_newest = True
     for rows in recent:
@@ -90,12 +90,12 @@ class _Writer:
         for place, row in enumerate(kept):
             part = b'{"record_id":%d,' % (first + place * step) + self._record(row)
             size += len(part)
-            if size > TAIL_BYTES_MOST:
+            if size > MAX_TAIL_BYTES:
                 return None
             parts.append(part)
         head = {"version": dump.layout, "pg_config": self._groups(set(dump.group[kept].tolist()))}
         tail = msgspec.json.encode(head)[:-1] + b',"entries":[' + b",".join(parts) + b"]}"
-        return tail if len(tail) <= TAIL_BYTES_MOST else None
+        return tail if len(tail) <= MAX_TAIL_BYTES else None
 
     def _record(self, row: int) -> bytes:
         """Without its opening brace."""
@@ -125,7 +125,7 @@ class _Writer:
 
     def _groups(self, used: set[int]) -> dict[str, dict[str, str]]:
         """Members that take too much room are left out: the default group has all ranks anyway."""
-        room = _MEMBERS_BYTES_MOST
+        room = _MAX_MEMBERS_BYTES
         described = [(self._catalog.groups[number], number in used) for number in self._dump.groups]
         unnamed = Group("", "undefined", self._dump.mentioned or None)
         found = {}

@@ -16,7 +16,7 @@ SETTLED_NS = 50.0
 # Quartz clocks drift by about 50 ppm. A slope is fitted if the capture is long enough to show it above the noise.
 DRIFT_SPAN_NS = 200_000_000
 DRIFT_COLLECTIVES = 16
-DRIFT_RATIO_MAX = 1e-3
+MAX_DRIFT_RATIO = 1e-3
 DRIFT_TO_NOISE = 3.0
 
 
@@ -175,7 +175,7 @@ def _slopes(sample: _Sample, deviation: Floats, count: int) -> Floats:
         risen = deviation[rows[half:]] - deviation[rows[: len(rows) - half]]
         real = apart > 0
         if real.any():
-            slopes[rank] = np.clip(np.median(risen[real] / apart[real]), -DRIFT_RATIO_MAX, DRIFT_RATIO_MAX)
+            slopes[rank] = np.clip(np.median(risen[real] / apart[real]), -MAX_DRIFT_RATIO, MAX_DRIFT_RATIO)
     return slopes
 
 

@@ -29,7 +29,7 @@ STEPS_NEEDED = 2
 STEPS_FOR_CONFIDENCE = 5
 STEPS_FOR_IMBALANCE = 3
 # Of a rank's steps, in communication of which it is not known how much was waiting for others.
-UNMATCHED_RATIO_MAX = 0.10
+MAX_UNMATCHED_RATIO = 0.10
 # Ranks that take turns on a CPU wait for each other in turn as well, and a trace does not show the queue. Uneven data
 # must cost several turns of a scheduler a step.
 HOST_IMBALANCE_NS = 50e6
@@ -47,7 +47,7 @@ def judge_steps(
     missing = _abstain(times, world_size, traced, collectives_matched, clock_residual_us, policy)
     if missing:
         return Verdict(Kind.INSUFFICIENT_DATA, missing, confidence=Confidence.LOW)
-    times = times.take(_unmatched_ratio(times) <= UNMATCHED_RATIO_MAX, _complete_steps(times, world_size, policy))
+    times = times.take(_unmatched_ratio(times) <= MAX_UNMATCHED_RATIO, _complete_steps(times, world_size, policy))
     count = len(times.step)
     needed = max(2, ceil(count * policy.windows_for_alarm / policy.windows_kept))
     policy = replace(policy, windows_kept=count, windows_for_alarm=needed, windows_for_warning=needed)
@@ -92,7 +92,7 @@ def _abstain(
     if complete.sum() < STEPS_NEEDED:
         return f"complete steps in common: {int(complete.sum())}, needed: {STEPS_NEEDED}"
     unmatched = _unmatched_ratio(times)
-    clear = unmatched <= UNMATCHED_RATIO_MAX
+    clear = unmatched <= MAX_UNMATCHED_RATIO
     if clear.sum() < policy.ranks_seen_ratio * world_size:
         blurred = times.rank[~clear].tolist()
         share = percent(float(np.median(unmatched[~clear])))

@@ -15,11 +15,11 @@ from rankscope.analysis.traces.trace import ABSENT, Category
 from rankscope.common.text import printable
 
 # Below this, a float of microseconds distinguishes nanoseconds: half its spacing is less than half of 0.001.
-_FLOAT_LIMIT_US = float(1 << 43)
+_MAX_FLOAT_US = float(1 << 43)
 # Two of these can be added within 64 bits.
-_TIME_LIMIT_US = float(1 << 62) / 1000
+_MAX_TIME_US = float(1 << 62) / 1000
 _UNSIGNED_MINUS_ONE = (1 << 32) - 1
-_LARGEST = (1 << 63) - 1
+_MAX_VALUE = (1 << 63) - 1
 # A call of a communication library, as annotated by torch: nccl:all_reduce, gloo:broadcast.
 COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
 
@@ -68,7 +68,7 @@ def integers(values: list[Any]) -> Ints:
 
 def _one_by_one(values: list[Any]) -> Ints:
     # Typically one or two strings among thousands of numbers ("Spans" as a process).
-    few = [value if type(value) is int and -_LARGEST <= value <= _LARGEST else _integer(value) for value in values]
+    few = [value if type(value) is int and -_MAX_VALUE <= value <= _MAX_VALUE else _integer(value) for value in values]
     return np.array(few, dtype=np.int64)
 
 
@@ -96,11 +96,11 @@ def times_ns(values: list[Any], written: Callable[[], list[bytes]]) -> tuple[Int
         microseconds = np.array([_float(value) for value in values], dtype=np.float64)
     if microseconds.ndim != 1:
         microseconds = np.array([_float(value) for value in values], dtype=np.float64)
-    known = np.abs(microseconds) < _TIME_LIMIT_US  # False for NaN
+    known = np.abs(microseconds) < _MAX_TIME_US  # False for NaN
     usable = np.where(known, microseconds, 0.0)
     whole = np.floor(usable)
     nanoseconds = whole.astype(np.int64) * 1000 + np.rint((usable - whole) * 1000).astype(np.int64)
-    coarse = known & (np.abs(microseconds) >= _FLOAT_LIMIT_US)
+    coarse = known & (np.abs(microseconds) >= _MAX_FLOAT_US)
     if coarse.any() and not all(type(values[index]) is int for index in np.flatnonzero(coarse).tolist()):
         nanoseconds = np.where(coarse, _exact_ns(written(), coarse), nanoseconds)
     return nanoseconds, known

@@ -25,7 +25,7 @@ from rankscope.analysis.traces.reader.operator_work import NO_TENSOR, TOO_MANY_E
 from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Repairs
 from rankscope.common.text import printable
 
-_LONGEST_DIMS_BYTES = 1 << 20
+_MAX_DIMS_BYTES = 1 << 20
 _COLLECTIVE_COLUMNS = tuple(field.name for field in fields(CollectiveColumns))
 _NO_ARGUMENTS = Arguments()
 # These always run on the host, whatever arguments they have; they are most of a trace.
@@ -248,7 +248,7 @@ def _membership(each: Arguments) -> Membership:
 
 def _size_of_inputs(each: Arguments) -> tuple[int, str | None]:
     """The number of elements of all input tensors, and the type of the first."""
-    if len(each.input_dims) > _LONGEST_DIMS_BYTES:
+    if len(each.input_dims) > _MAX_DIMS_BYTES:
         return ABSENT, None
     try:
         dims = msgspec.json.decode(each.input_dims)

@@ -39,7 +39,7 @@ _LONG_NUMBER = re.compile(
 )
 UNREADABLE = "unreadable event skipped"
 # With more, the file is not a damaged trace but something else.
-UNREADABLE_LIMIT = 1000
+MAX_UNREADABLE = 1000
 _NOTHING = msgspec.Raw()
 _PLACE = re.compile(r" \(byte (\d+)\)")
 # The start of an event, recognised without counting brackets: to resume after a stray quote.
@@ -183,8 +183,8 @@ def next_event(text: bytes, start: int, end: int) -> int | None:
 
 def note_unreadable(repairs: Repairs, reason: str, *, byte: int) -> None:
     repairs.note(f"{UNREADABLE}: {reason}", byte=byte)
-    if repairs.total(UNREADABLE) > UNREADABLE_LIMIT:
-        raise TraceError(f"more than {UNREADABLE_LIMIT} events cannot be read; the last one: {reason}", byte=byte)
+    if repairs.total(UNREADABLE) > MAX_UNREADABLE:
+        raise TraceError(f"more than {MAX_UNREADABLE} events cannot be read; the last one: {reason}", byte=byte)
 
 
 def explain(error: Exception) -> str:

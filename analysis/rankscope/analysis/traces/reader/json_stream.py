@@ -22,7 +22,7 @@ from rankscope.analysis.traces.reader.events import (
 from rankscope.analysis.traces.trace import Repairs, TraceError
 
 BLOCK_BYTES = 1 << 20
-TEXT_LIMIT_BYTES = 16 << 30
+MAX_TEXT_BYTES = 16 << 30
 _GZIP = b"\x1f\x8b"
 _GZIP_WINDOW = 31  # zlib: expect a gzip header and verify the checksum
 _OTHER_KINDS = (
@@ -38,7 +38,7 @@ _OTHER_KINDS = (
 # Large enough to amortize the decoder's start-up, small enough for its records to stay in the cache.
 PIECE_BYTES = 2 << 20
 # More than any event takes; without a limit a stray quote would swallow the file.
-EVENT_LIMIT_BYTES = 32 << 20
+MAX_EVENT_BYTES = 32 << 20
 # After a damaged position there may be another one soon: scanning a whole piece again for each would take hours.
 WARY_BYTES = 16 << 10
 # How often a text may be searched for the end of a damaged event, and how much in any case.
@@ -60,7 +60,7 @@ def blocks_of(data: bytes | bytearray | memoryview) -> Iterator[memoryview]:
         yield view[start : start + BLOCK_BYTES]
 
 
-def inflate(blocks: Iterable[bytes | memoryview], *, limit_bytes: int = TEXT_LIMIT_BYTES) -> Iterator[bytes]:
+def inflate(blocks: Iterable[bytes | memoryview], *, limit_bytes: int = MAX_TEXT_BYTES) -> Iterator[bytes]:
     """Blocks of plain text, decompressed if the file is gzip."""
     source = iter(blocks)
     head = b""
@@ -194,7 +194,7 @@ def batches(text: Text, ending: Ending) -> Iterator[Batch]:
         is_all = text.ended and len(held) == len(text.held)
         layout = lay_out(held)
         endless = layout.closing is None and not len(layout.commas) and not is_all
-        if endless and len(held) < EVENT_LIMIT_BYTES:
+        if endless and len(held) < MAX_EVENT_BYTES:
             reach = 2 * len(held)
             continue
         if endless:
@@ -262,7 +262,7 @@ def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> tupl
 
 
 def _skip_endless(text: Text, held: bytes) -> int:
-    reason = f"it is longer than {EVENT_LIMIT_BYTES} bytes, or a quote is missing"
+    reason = f"it is longer than {MAX_EVENT_BYTES} bytes, or a quote is missing"
     following = next_event(held, 0, len(held))
     if following is None:
         raise TraceError(f"an event has no end: {reason}", byte=text.offset)

@@ -15,8 +15,8 @@ from rankscope.analysis.traces.trace import ABSENT, Device, ProcessGroup, Repair
 from rankscope.common.text import printable
 
 # Of all groups together: two numbers in an event can describe a group of a million ranks, and a trace has many events.
-MEMBERS_LIMIT = 1 << 21
-RANK_LIMIT = 1 << 40
+MAX_MEMBERS = 1 << 21
+MAX_RANK = 1 << 40
 # The year 2116. Sums with it still fit 64 bits.
 FURTHEST_NS = 1 << 62
 _UNKNOWN_BACKENDS = ("", "undefined", "unknown", "none")
@@ -90,7 +90,7 @@ class Membership:
         if listed and len(listed) == (self.size if self.size > 0 else len(listed)):
             return listed
         end = self.start + self.size * self.stride
-        if self.size > 0 and self.start >= 0 and self.stride > 0 and self.size < 1 << 20 and end < RANK_LIMIT:
+        if self.size > 0 and self.start >= 0 and self.stride > 0 and self.size < 1 << 20 and end < MAX_RANK:
             return range(self.start, end, self.stride)
         return ()
 
@@ -118,8 +118,8 @@ def rank_and_world(description: Description, memberships: list[Membership]) -> t
         if world is None and default and member.size > 0:
             world = member.size
     return (
-        rank if rank is not None and 0 <= rank < RANK_LIMIT else None,
-        world if world is not None and 0 < world <= RANK_LIMIT else None,
+        rank if rank is not None and 0 <= rank < MAX_RANK else None,
+        world if world is not None and 0 < world <= MAX_RANK else None,
     )
 
 
@@ -152,7 +152,7 @@ def groups_of(description: Description, memberships: list[Membership]) -> tuple[
         ranks = rank_list(each.get("ranks", each.get("pg_ranks", each.get("global_ranks"))))
         description_text = printable(str(each.get("pg_desc", each.get("desc", "")) or ""))
         groups[name] = ProcessGroup(name, description_text, ranks)
-    left = MEMBERS_LIMIT
+    left = MAX_MEMBERS
     for member in memberships:
         known = groups.get(member.name)
         members = member.members()

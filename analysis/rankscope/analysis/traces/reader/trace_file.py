@@ -17,7 +17,7 @@ from rankscope.analysis.traces.reader.column_types import correct_by_name
 from rankscope.analysis.traces.reader.event_columns import ColumnBuilder, GrowingColumns
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, UNREADABLE, explain, place_of
 from rankscope.analysis.traces.reader.json_stream import (
-    TEXT_LIMIT_BYTES,
+    MAX_TEXT_BYTES,
     Ending,
     Text,
     batches,
@@ -42,7 +42,7 @@ __all__ = ["TraceError", "read_trace"]
 _SECOND_NS = 1_000_000_000
 _HEAD_BYTES = 256 << 10
 # Metadata before or after the events is small, except if a tool stores all its stacks there.
-_DESCRIPTION_LIMIT_BYTES = 512 << 20
+_MAX_DESCRIPTION_BYTES = 512 << 20
 _SPAN_COLUMNS = (
     "duration_ns",
     "category",
@@ -61,7 +61,7 @@ def read_trace(
     data: bytes | bytearray | memoryview | Iterable[bytes],
     *,
     salvage: bool = True,
-    text_limit_bytes: int = TEXT_LIMIT_BYTES,
+    text_limit_bytes: int = MAX_TEXT_BYTES,
 ) -> Trace:
     """Read a trace from the bytes of a file or from an iterable of blocks; gzip is detected.
 
@@ -101,7 +101,7 @@ def skip_to_events(text: Text) -> tuple[Description, bool]:
         return Description(), False
     if text.held[start : start + 1] != b"{":
         raise TraceError(_not_json(bytes(text.held[start : start + 64])), byte=text.offset + start)
-    found = find_events(text, limit_bytes=_DESCRIPTION_LIMIT_BYTES)
+    found = find_events(text, limit_bytes=_MAX_DESCRIPTION_BYTES)
     if found is None:
         raise _without_events(text)
     head, place = found
@@ -145,7 +145,7 @@ def _check_truncation(text: Text, builder: ColumnBuilder, *, salvage: bool) -> N
 
 
 def _rest(text: Text) -> Description:
-    text.hold(_DESCRIPTION_LIMIT_BYTES)
+    text.hold(_MAX_DESCRIPTION_BYTES)
     if not text.ended:
         text.repairs.note("metadata after traceEvents is too large to read", byte=text.offset)
         return Description()

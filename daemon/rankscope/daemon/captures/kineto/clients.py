@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 STALE_SECONDS: Final = 30.0
 # A namespace is a container or the host: a flood from one displaces only its own clients.
 CLIENTS_PER_NAMESPACE: Final = 1024
-CLIENTS_LIMIT: Final = 16384
+MAX_CLIENTS: Final = 16384
 # Clients of one process: usually one, but a process that reloads libkineto may leave an old one behind.
 CLIENTS_PER_PROCESS: Final = 4
 DEFAULT_POLL_SECONDS: Final = 5.0
@@ -86,7 +86,7 @@ class Clients:
             self._drop(of_process[0])
         elif len(of_namespace) >= CLIENTS_PER_NAMESPACE:
             self._drop(next(iter(of_namespace)))
-        elif len(self._clients) >= CLIENTS_LIMIT:
+        elif len(self._clients) >= MAX_CLIENTS:
             self._drop(next(iter(self._clients)))
 
     def _drop(self, key: _Key) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError, Options
+from rankscope.daemon.captures.orders import MAX_SECONDS, CaptureError, Options
 
 # Recent versions of libkineto write nowhere else unless their environment names another directory.
 DEFAULT_FOLDER: Final = "/tmp"
-PATH_LIMIT: Final = 1024
+MAX_PATH_CHARACTERS: Final = 1024
 _SAFE_PATH: Final = re.compile(r"(/[A-Za-z0-9._-]+)+")
 LOOK_SECONDS: Final = 1.0
 # How late a wake-up may be on a busy machine; 0.1 s were seen.
@@ -27,7 +27,7 @@ _BEFORE_LOOK_SECONDS: Final = 0.01
 _LATITUDE_SECONDS: Final = 0.6
 _COMFORTABLE_SECONDS: Final = 0.35
 _STEP_SECONDS: Final = 0.02
-_PROCESSES_LIMIT: Final = 4096
+_MAX_PROCESSES: Final = 4096
 
 
 def log_file(capture_id: str, rank: int, folder: str = "") -> str:
@@ -47,7 +47,7 @@ def written_file(asked: str, pid: int) -> str:
 
 
 def configuration(path: str, start_unix_millis: int, seconds: float, options: Options) -> str:
-    if not 0.001 <= seconds <= SECONDS_LIMIT + 1 or start_unix_millis <= 0 or not _is_safe(path):
+    if not 0.001 <= seconds <= MAX_SECONDS + 1 or start_unix_millis <= 0 or not _is_safe(path):
         raise ValueError(f"not fit to be sent: {path!r}, start {start_unix_millis}, {seconds} s")
     lines = {
         "ACTIVITIES_LOG_FILE": path,
@@ -65,7 +65,9 @@ def configuration(path: str, start_unix_millis: int, seconds: float, options: Op
 
 
 def _is_safe(path: str) -> bool:
-    return len(path) <= PATH_LIMIT and bool(_SAFE_PATH.fullmatch(path)) and not {".", ".."} & set(path.split("/"))
+    return (
+        len(path) <= MAX_PATH_CHARACTERS and bool(_SAFE_PATH.fullmatch(path)) and not {".", ".."} & set(path.split("/"))
+    )
 
 
 def _flag(value: bool) -> str:
@@ -129,7 +131,7 @@ class Pasts:
 
     def handed(self, process: tuple[int, int], look: float | None, end: float) -> None:
         with self._lock:
-            if len(self._pasts) >= _PROCESSES_LIMIT:
+            if len(self._pasts) >= _MAX_PROCESSES:
                 self._pasts.pop(next(iter(self._pasts)))
             self._pasts[process] = _Past(look, end)
 

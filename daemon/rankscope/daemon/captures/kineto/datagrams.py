@@ -21,8 +21,8 @@ REQUEST_TYPE: Final = b"req"
 REGISTRATION_TYPE: Final = b"ctxt"
 
 # A process names itself and its ancestors; no process tree is this deep.
-PIDS_LIMIT: Final = 256
-DATAGRAM_LIMIT: Final = HEADER.size + _REQUEST.size + 4 * PIDS_LIMIT
+MAX_PIDS: Final = 256
+MAX_DATAGRAM_BYTES: Final = HEADER.size + _REQUEST.size + 4 * MAX_PIDS
 # Bit of a request's mask: the sender accepts a configuration now. Without it a profiler is already running.
 READY: Final = 2
 _CREDENTIALS: Final = struct.Struct("=iII")
@@ -79,7 +79,7 @@ def _request(payload: bytes) -> Request:
     if len(payload) < _REQUEST.size:
         raise MalformedError(f"a request of {len(payload)} bytes")
     mask, count, job_id = _REQUEST.unpack_from(payload)
-    if not 0 <= count <= PIDS_LIMIT or len(payload) != _REQUEST.size + 4 * count:
+    if not 0 <= count <= MAX_PIDS or len(payload) != _REQUEST.size + 4 * count:
         raise MalformedError(f"{count} pids announced in a request of {len(payload)} bytes")
     return Request(mask, job_id, struct.unpack_from(f"<{count}i", payload, _REQUEST.size))
 
@@ -114,7 +114,7 @@ class Datagram:
 def receive(endpoint: socket.socket) -> Datagram | None:
     """The next datagram, or None if there is none."""
     try:
-        content, ancillary, flags, address = endpoint.recvmsg(DATAGRAM_LIMIT, _ANCILLARY_BYTES)
+        content, ancillary, flags, address = endpoint.recvmsg(MAX_DATAGRAM_BYTES, _ANCILLARY_BYTES)
     except (BlockingIOError, InterruptedError):
         return None
     pid, uid, sent = 0, 0, 0.0

@@ -25,7 +25,7 @@ from typing import Final
 from rankscope.common.token_bucket import TokenBucket
 from rankscope.daemon import procfs
 from rankscope.daemon.captures.kineto import datagrams
-from rankscope.daemon.captures.kineto.clients import CLIENTS_LIMIT, Address, Client, Clients
+from rankscope.daemon.captures.kineto.clients import MAX_CLIENTS, Address, Client, Clients
 from rankscope.daemon.captures.kineto.datagrams import Datagram, receive
 from rankscope.daemon.captures.kineto.sockets import (
     NO_TENANTS,
@@ -40,7 +40,7 @@ from rankscope.daemon.captures.kineto.sockets import (
 # few hundredths of a core and other namespaces nothing.
 DATAGRAMS_PER_SECOND: Final = 2000
 BATCH: Final = 64
-KNOWN_LIMIT: Final = 4096
+MAX_KNOWN: Final = 4096
 PAUSE_SECONDS: Final = BATCH / DATAGRAMS_PER_SECOND
 log = logging.getLogger(__name__)
 HOUSEKEEPING_SECONDS: Final = 1.0
@@ -75,7 +75,7 @@ class Place:
             return False
         if address in self.known:
             return False
-        if len(self.known) < KNOWN_LIMIT:
+        if len(self.known) < MAX_KNOWN:
             self.known.add(address)
         return True
 
@@ -173,7 +173,7 @@ class Endpoint:
     def skip_next_poll(self, pid: int) -> None:
         """Do not answer the next poll of a process that seems to be an answer behind."""
         with self._lock:
-            if len(self._skipped) < CLIENTS_LIMIT:
+            if len(self._skipped) < MAX_CLIENTS:
                 self._skipped.add(pid)
 
     def skips_next_poll_of(self, pid: int) -> bool:

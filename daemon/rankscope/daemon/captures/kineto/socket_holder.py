@@ -15,10 +15,10 @@ from typing import Final
 from rankscope.common.text import printable
 from rankscope.daemon import procfs
 
-TABLE_LIMIT_BYTES: Final = 4 << 20
-PROCESSES_LIMIT: Final = 16_384
-DESCRIPTORS_LIMIT: Final = 1024  # of one process
-LINKS_LIMIT: Final = 16_384  # of all
+MAX_TABLE_BYTES: Final = 4 << 20
+MAX_PROCESSES: Final = 16_384
+MAX_DESCRIPTORS: Final = 1024  # of one process
+MAX_LINKS: Final = 16_384  # of all
 SEARCH_SECONDS: Final = 5.0
 _SEARCHING: Final = threading.Lock()  # one at a time, or blocked ones would pile up
 # As the kernel shows libkineto's abstract name in /proc/<pid>/net/unix: NULs become @.
@@ -40,7 +40,7 @@ def socket_holder(pid: int | None, proc_root: Path = Path("/proc"), likely_pid: 
     holder is looked at first."""
     process = proc_root / ("self" if pid is None else str(pid))
     try:
-        table = procfs.read_bounded(f"{process}/net/unix", TABLE_LIMIT_BYTES)
+        table = procfs.read_bounded(f"{process}/net/unix", MAX_TABLE_BYTES)
     except OSError:
         return None
     rows = (line.split(None, 7) for line in table.splitlines())
@@ -58,7 +58,7 @@ def socket_holder(pid: int | None, proc_root: Path = Path("/proc"), likely_pid: 
 def _search(inode: str, neighbour: Path, proc_root: Path, likely_pid: int | None, found: list[Holder]) -> None:
     """In a thread: listing the descriptors of a process that is blocked in an exec may block."""
     try:
-        links = islice(_descriptors(neighbour, proc_root, likely_pid), LINKS_LIMIT)
+        links = islice(_descriptors(neighbour, proc_root, likely_pid), MAX_LINKS)
         holder = next((holder for holder, link in links if link == f"socket:[{inode}]"), None)
         if holder is not None:
             command = procfs.read_bounded(f"{proc_root}/{holder}/comm").decode(errors="replace").strip()
@@ -74,13 +74,13 @@ def _descriptors(neighbour: Path, proc_root: Path, likely_pid: int | None) -> It
     if likely_pid is not None:
         yield from _descriptors_of(likely_pid, proc_root)
     namespace = procfs.namespace_inode(str(neighbour), "net")
-    pids = [int(entry.name) for entry in islice(os.scandir(proc_root), PROCESSES_LIMIT) if entry.name.isdigit()]
+    pids = [int(entry.name) for entry in islice(os.scandir(proc_root), MAX_PROCESSES) if entry.name.isdigit()]
     for pid in sorted(pids, key=lambda pid: procfs.namespace_inode(f"{proc_root}/{pid}", "net") != namespace):
         yield from _descriptors_of(pid, proc_root)
 
 
 def _descriptors_of(pid: int, proc_root: Path) -> Iterator[tuple[int, str]]:
     with suppress(OSError):  # it has ended, or may not be read
-        for link in islice(os.scandir(f"{proc_root}/{pid}/fd"), DESCRIPTORS_LIMIT):
+        for link in islice(os.scandir(f"{proc_root}/{pid}/fd"), MAX_DESCRIPTORS):
             with suppress(OSError):
                 yield pid, str(Path(link.path).readlink())

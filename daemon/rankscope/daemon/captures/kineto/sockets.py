@@ -31,7 +31,7 @@ from rankscope.daemon.captures.orders import fair_choice
 CHILD_SECONDS: Final = 10.0
 NAME: Final = "dynolog"
 CLIENT_PREFIX: Final = "dynoconfigclient"
-ENTRIES_LIMIT: Final = 4096
+MAX_ENTRIES: Final = 4096
 # A client binds its socket long before this, so a socket of that age that refuses has lost its process.
 DEAD_AFTER_SECONDS: Final = 60.0
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ RETRY_SLOW_SECONDS: Final = 2.0
 SETTLE_SECONDS: Final = 1.0
 SWEEP_SECONDS: Final = 60.0
 # Per node. A container can create thousands of namespaces, each with a process that looks like a rank.
-NAMESPACES_LIMIT: Final = 256
+MAX_NAMESPACES: Final = 256
 NO_TENANTS: Final[Mapping[int, str]] = {}
 TAKEN: Final = (
     "and trainers there take configurations from it: another profiling daemon (dynolog), or a process that should not; "
@@ -216,7 +216,7 @@ def remove_dead_clients(directory: str) -> None:
     """libkineto leaves its client's socket file behind when its process is killed."""
     oldest = time.time() - DEAD_AFTER_SECONDS
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in islice(entries, ENTRIES_LIMIT):
+        for entry in islice(entries, MAX_ENTRIES):
             path = Path(entry.path)
             with contextlib.suppress(OSError):
                 is_old = entry.name.startswith(CLIENT_PREFIX) and path.lstat().st_mtime < oldest
@@ -317,12 +317,12 @@ class Binder:
 
     def _choose(self, wanted: Mapping[int, int], tenants: Mapping[int, str]) -> Mapping[int, int]:
         owners = {namespace: tenants.get(namespace, "") for namespace in wanted}
-        chosen = fair_choice(owners, NAMESPACES_LIMIT, self._bound)
+        chosen = fair_choice(owners, MAX_NAMESPACES, self._bound)
         counts = Counter(owners.values())
         for namespace in wanted.keys() - chosen:
             owner = owners[namespace]
             text = (
-                f"{owner or 'one tenant'} has ranks in {counts[owner]} network namespaces; {NAMESPACES_LIMIT} are "
+                f"{owner or 'one tenant'} has ranks in {counts[owner]} network namespaces; {MAX_NAMESPACES} are "
                 "served on a node, shared between its tenants; run them in fewer, or with the probe"
             )
             if namespace not in self._failures:

@@ -34,8 +34,8 @@ from rankscope.v1 import capture_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-PROCESSING_SECONDS_LIMIT: Final = 600.0
-UPLOADING_SECONDS_LIMIT: Final = 600.0
+MAX_PROCESSING_SECONDS: Final = 600.0
+MAX_UPLOADING_SECONDS: Final = 600.0
 _NOTES_VERSION: Final = 1
 
 
@@ -161,11 +161,11 @@ class LocalArchive:
         records.join_file(folder).unlink(missing_ok=True)
         records.leave(records.job_file(folder), job)
         try:
-            with self._memory.share(tenant, PROCESSING_SECONDS_LIMIT, cancelled) as memory_bytes:
+            with self._memory.share(tenant, MAX_PROCESSING_SECONDS, cancelled) as memory_bytes:
                 run_module(
                     "rankscope.daemon.captures.processing.worker",
                     folder,
-                    seconds=PROCESSING_SECONDS_LIMIT,
+                    seconds=MAX_PROCESSING_SECONDS,
                     what="working on the traces",
                     cancelled=cancelled,
                     memory_bytes=memory_bytes,
@@ -246,7 +246,7 @@ class LocalArchive:
                 answer_file(folder, number).unlink(missing_ok=True)
             records.leave(order_file(folder), Order(uploads))
             module = "rankscope.daemon.captures.processing.upload"
-            run_module(module, folder, seconds=UPLOADING_SECONDS_LIMIT, what="uploading", cancelled=cancelled)
+            run_module(module, folder, seconds=MAX_UPLOADING_SECONDS, what="uploading", cancelled=cancelled)
         except (CaptureError, OSError) as error:
             late = str(error)
         done = dict(kept)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
-ANSWER_LIMIT_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 1 << 20
 
 
 class RankJob(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ def leave(path: Path, answer: msgspec.Struct) -> None:
 def find(path: Path, kind: type[Answer]) -> Answer | None:
     """None if there is none, or none that can be used."""
     try:
-        if path.stat().st_size > ANSWER_LIMIT_BYTES:
+        if path.stat().st_size > MAX_ANSWER_BYTES:
             return None
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):

@@ -23,9 +23,9 @@ from rankscope.daemon.stacks.pyspy import DIE_WITH_PARENT
 NICENESS: Final = 10
 # Of the memory that the container has left; the daemon grows, too.
 SHARE_OF_MEMORY: Final = 0.6
-MESSAGE_LIMIT: Final = 300
+MAX_MESSAGE_CHARACTERS: Final = 300
 # Less than this is not worth beginning with while others will give theirs back.
-LEAST_MEMORY_BYTES: Final = 192 << 20
+MIN_MEMORY_BYTES: Final = 192 << 20
 TICK_SECONDS: Final = 0.05
 _MEMORY_VARIABLE: Final = "TRACE_WORKER_MEMORY_BYTES"
 
@@ -62,7 +62,7 @@ class MemoryShares:
 
     def _is_next(self, tenant: str) -> bool:
         free_bytes = self._free_bytes()
-        is_enough = not self._held or free_bytes is None or free_bytes >= LEAST_MEMORY_BYTES
+        is_enough = not self._held or free_bytes is None or free_bytes >= MIN_MEMORY_BYTES
         return tenant not in self._held and is_enough
 
     def _free_bytes(self) -> int | None:
@@ -125,7 +125,7 @@ def _await(child: subprocess.Popen[bytes], seconds: float, cancelled: threading.
 def _last_line(messages: IO[bytes]) -> str:
     messages.seek(max(0, messages.seek(0, os.SEEK_END) - 8192))
     lines = messages.read().decode(errors="replace").strip().splitlines()
-    return printable(lines[-1] if lines else "no message", MESSAGE_LIMIT)
+    return printable(lines[-1] if lines else "no message", MAX_MESSAGE_CHARACTERS)
 
 
 def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:

@@ -17,7 +17,7 @@ from rankscope.analysis.traces.trace import Category, Trace
 from rankscope.daemon.captures.processing.messages import RankJob
 
 BLOCK_BYTES: Final = 1 << 20
-TEXT_LIMIT_BYTES: Final = 8 << 30
+MAX_TEXT_BYTES: Final = 8 << 30
 # What an analysis may fail on in a trace that was crafted for it.
 SURPRISES: Final = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 _HOST: Final = (Category.CPU_OP, Category.USER_ANNOTATION, Category.RUNTIME, Category.PYTHON)
@@ -43,7 +43,7 @@ class Checked:
 def check(job: RankJob) -> Checked:
     path = Path(job.recording)
     try:
-        trace = read_trace(blocks(path), salvage=False, text_limit_bytes=TEXT_LIMIT_BYTES)
+        trace = read_trace(blocks(path), salvage=False, text_limit_bytes=MAX_TEXT_BYTES)
         _check_end(path)
         _check_process(trace, job.pid)
         steps = find_steps(trace)

@@ -18,9 +18,9 @@ from rankscope.common.object_store import UploadError, upload
 from rankscope.daemon.captures.processing.messages import leave
 from rankscope.daemon.captures.processing.sandbox import confine
 
-MEMORY_LIMIT_BYTES: Final = 4 << 30
-CPU_LIMIT_SECONDS: Final = 600
-JOB_LENGTH_LIMIT: Final = 80
+MAX_MEMORY_BYTES: Final = 4 << 30
+MAX_CPU_SECONDS: Final = 600
+MAX_JOB_LENGTH: Final = 80
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -54,14 +54,14 @@ def answer_file(folder: Path, number: int) -> Path:
 def target_url(base_url: str, job: str, capture_id: str, name: str) -> str:
     """All ranks of a job's capture are stored together, on whichever node they ran. A job's name comes from the
     container: it becomes one plain path component."""
-    safe = _UNSAFE.sub("_", job)[:JOB_LENGTH_LIMIT]
+    safe = _UNSAFE.sub("_", job)[:MAX_JOB_LENGTH]
     if safe != job or not safe.strip("."):
         safe = f"{safe.strip('.')}-{hashlib.sha256(job.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
     return "/".join((base_url.rstrip("/"), safe, capture_id, name))
 
 
 def main(folder: Path) -> None:
-    confine(memory_bytes=MEMORY_LIMIT_BYTES, cpu_seconds=CPU_LIMIT_SECONDS, file_bytes=MEMORY_LIMIT_BYTES)
+    confine(memory_bytes=MAX_MEMORY_BYTES, cpu_seconds=MAX_CPU_SECONDS, file_bytes=MAX_MEMORY_BYTES)
     order = msgspec.json.decode(order_file(folder).read_bytes(), type=Order)
     for number, one in enumerate(order.uploads):
         try:

@@ -61,20 +61,20 @@ _SUMS = (
 )
 _EACH = ("each_step_seconds", "each_communication_seconds", "each_exposed_communication_seconds")
 TOP_KERNELS = 5
-FINDINGS_LIMIT = 8
-NAME_LIMIT, SENTENCE_LIMIT = 160, 400
+MAX_FINDINGS = 8
+MAX_NAME_CHARACTERS, MAX_SENTENCE_CHARACTERS = 160, 400
 # A replay takes about 2 µs for each, and there are some thirty.
-ADVICE_KERNELS_LIMIT = 200_000
-_COUNT_LIMIT = (1 << 32) - 1
-MEMORY_LIMIT_BYTES: Final = 6 << 30
-CPU_LIMIT_SECONDS: Final = 600
-FILE_LIMIT_BYTES: Final = 4 << 30
+MAX_ADVICE_KERNELS = 200_000
+_MAX_COUNT = (1 << 32) - 1
+MAX_MEMORY_BYTES: Final = 6 << 30
+MAX_CPU_SECONDS: Final = 600
+MAX_FILE_BYTES: Final = 4 << 30
 NOTES_BYTES: Final = 1 << 20
 COMPRESSION: Final = 5
-NOTES_LIMIT: Final = 8
+MAX_NOTES: Final = 8
 # Relative to the shortest recording: a smaller overlap does not describe what each recorded.
 COMMON_TIME_RATIO: Final = 0.5
-EACH_STEP_LIMIT: Final = 100
+MAX_STEP_VALUES: Final = 100
 
 
 # Combines several windows of one rank: recorded intervals add up; the time between them is unknown and counts for
@@ -123,8 +123,8 @@ def summary_of(
     """`steps` counts the whole steps of the artifact."""
     counts: dict[str, int] = {}
     for collective in summary.collectives:
-        kind = printable(collective.kind, NAME_LIMIT)
-        counts[kind] = min(_COUNT_LIMIT, counts.get(kind, 0) + collective.count)
+        kind = printable(collective.kind, MAX_NAME_CHARACTERS)
+        counts[kind] = min(_MAX_COUNT, counts.get(kind, 0) + collective.count)
     diagnosis = diagnose([summary])
     findings = [diagnosis.sentence, *(f"{finding.title}: {finding.evidence}" for finding in diagnosis.findings)]
     return Summary(
@@ -138,9 +138,9 @@ def summary_of(
         overlap_ratio=summary.overlap_ratio,
         mfu_ratio=_mfu_ratio(summary.device, step_seconds, job),
         collectives=counts,
-        top_kernels=[printable(kernel.name, NAME_LIMIT) for kernel in summary.top_kernels[:TOP_KERNELS]],
-        findings=[printable(finding, SENTENCE_LIMIT) for finding in findings[:FINDINGS_LIMIT]],
-        advice=[printable(one, SENTENCE_LIMIT) for one in advice[:FINDINGS_LIMIT]],
+        top_kernels=[printable(kernel.name, MAX_NAME_CHARACTERS) for kernel in summary.top_kernels[:TOP_KERNELS]],
+        findings=[printable(finding, MAX_SENTENCE_CHARACTERS) for finding in findings[:MAX_FINDINGS]],
+        advice=[printable(one, MAX_SENTENCE_CHARACTERS) for one in advice[:MAX_FINDINGS]],
         each_step_seconds=[step.span_ns / 1e9 for step in steps],
         each_communication_seconds=[step.communication_ns / 1e9 for step in steps],
         each_exposed_communication_seconds=[step.exposed_communication_ns / 1e9 for step in steps],
@@ -151,11 +151,11 @@ def summary_of(
 def joined_of(join: Join) -> Joined:
     return Joined(
         clock_residual_micros=join.clock_residual_us or 0.0,
-        collectives_matched=min(_COUNT_LIMIT, join.collectives_matched),
-        last_arrivals={rank: min(_COUNT_LIMIT, count) for rank, count in join.last_arrivals.items()},
+        collectives_matched=min(_MAX_COUNT, join.collectives_matched),
+        last_arrivals={rank: min(_MAX_COUNT, count) for rank, count in join.last_arrivals.items()},
         verdict=join.verdict.value,
         culprits=list(join.culprits),
-        reason=printable(join.reason, SENTENCE_LIMIT),
+        reason=printable(join.reason, MAX_SENTENCE_CHARACTERS),
         confidence=join.confidence.value,
         impact_ratio=join.impact_ratio,
     )
@@ -180,7 +180,7 @@ class _Essence:
 
 
 def main(folder: Path) -> None:
-    confine(memory_bytes=MEMORY_LIMIT_BYTES, cpu_seconds=CPU_LIMIT_SECONDS, file_bytes=FILE_LIMIT_BYTES)
+    confine(memory_bytes=MAX_MEMORY_BYTES, cpu_seconds=MAX_CPU_SECONDS, file_bytes=MAX_FILE_BYTES)
     job = msgspec.json.decode(job_file(folder).read_bytes(), type=Job)
     checked: dict[int, Checked] = {}
     for one in job.ranks:
@@ -245,7 +245,7 @@ def _common_time(recordings: Sequence[Checked]) -> _Plan:
 
 
 def _keep_trace(one: RankJob, checked: Checked, plan: _Plan, asked: int | None) -> tuple[RankResult, _Essence | None]:
-    result = RankResult(one.rank, notes=list(checked.notes[:NOTES_LIMIT]), step_seconds=checked.step_seconds)
+    result = RankResult(one.rank, notes=list(checked.notes[:MAX_NOTES]), step_seconds=checked.step_seconds)
     whole, stretch, first = checked.whole, None, plan.first.get(one.rank)
     result.start_unix_millis = _millis(checked.start_unix_ns)
     result.whole_steps = result.steps = len(whole) if one.steps is None else one.steps
@@ -347,7 +347,7 @@ def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | N
         # A first or last step that the recording cut says nothing about a step.
         steps = breakdown.steps if len(breakdown.steps) == result.steps else ()
         advice = _advice(trace, one)
-        result.summary = summary_of(summary, whole.seconds, one, steps[:EACH_STEP_LIMIT], len(trace), advice)
+        result.summary = summary_of(summary, whole.seconds, one, steps[:MAX_STEP_VALUES], len(trace), advice)
         return _Essence(*keep_essentials(trace, collectives), breakdown)
     except TraceError as error:
         result.notes.append(f"the artifact cannot be read again: {error}; please report this")
@@ -360,7 +360,7 @@ def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | N
 
 def _advice(trace: Trace, one: RankJob) -> list[str]:
     """What to change; nothing if the trace cannot be replayed, or is so large that it would take long."""
-    if int(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET).sum()) > ADVICE_KERNELS_LIMIT:
+    if int(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET).sum()) > MAX_ADVICE_KERNELS:
         return []
     try:
         found = forecast({one.rank: trace}, true_step_ns=None if one.step_seconds is None else one.step_seconds * 1e9)

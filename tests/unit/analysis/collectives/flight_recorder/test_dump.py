@@ -183,7 +183,7 @@ def test_hostile_records_are_refused_or_ignored(hostile: dict[str, Any]) -> None
 
 
 def test_a_large_list_that_a_small_file_repeats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankscope.analysis.collectives.flight_recorder.dump._PARTS_MOST", 1_000_000)
+    monkeypatch.setattr("rankscope.analysis.collectives.flight_recorder.dump._MAX_PARTS", 1_000_000)
     shape = [1] * 60
     large = [shape] * 20_000
     for entry in (

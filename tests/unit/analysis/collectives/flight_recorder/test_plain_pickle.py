@@ -156,7 +156,7 @@ def test_a_container_bomb_uses_little_memory_and_is_no_dump(data: bytes) -> None
 
 
 def test_the_number_of_values_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankscope.analysis.collectives.flight_recorder.plain_pickle.OPCODES_MOST", 1000)
+    monkeypatch.setattr("rankscope.analysis.collectives.flight_recorder.plain_pickle.MAX_OPCODES", 1000)
     assert load_plain(pickle.dumps([None] * 900, 2)) == [None] * 900
     with pytest.raises(PlainPickleError, match="more than 1,000 values"):
         load_plain(pickle.dumps([None] * 1000, 2))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rankscope.analysis.collectives.flight_recorder.catalog import DumpError
 from rankscope.analysis.collectives.flight_recorder.report import Outcome, Report
-from rankscope.analysis.collectives.flight_recorder.tail import GROUPS_MOST, TAIL_BYTES_MOST, make_tail, match_tails
+from rankscope.analysis.collectives.flight_recorder.tail import MAX_GROUPS, MAX_TAIL_BYTES, make_tail, match_tails
 from tests.unit.analysis.collectives.flight_recorder.made_dumps import (
     LAYOUTS,
     Record,
@@ -102,8 +102,8 @@ def test_tails_are_small_whatever_the_dump_holds() -> None:
     crowded = content([record(1)], {"0": range(16384)})
     for dump in (content(many_groups, {}), content(wide, {"0": [0]}), crowded):
         tail = make_tail(as_pickle(dump))
-        assert entries(tail) and len(tail) <= TAIL_BYTES_MOST
-    assert GROUPS_MOST == 64
+        assert entries(tail) and len(tail) <= MAX_TAIL_BYTES
+    assert MAX_GROUPS == 64
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_hostile_record_is_refused_or_cleaned(change: Record) -> None:
         tail = make_tail(as_pickle(dump))
     except DumpError:
         return
-    assert len(tail) <= TAIL_BYTES_MOST
+    assert len(tail) <= MAX_TAIL_BYTES
     match_tails({0: tail, 1: tail})
 
 
