@@ -10,7 +10,7 @@ from msgspec import UNSET, structs
 from rankscope.analysis.traces.joins.self_time import StepTimes
 from rankscope.analysis.traces.joins.step_verdict import judge_steps
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.window_columns import plausible_seconds
+from rankscope.analysis.verdicts.window_columns import MIN_STEP_SECONDS, plausible_seconds
 from rankscope.operator.kube.objects import condition, merged_conditions, timestamp
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
@@ -24,7 +24,7 @@ def joint_finding(ranks: Iterable[pb.RankCapture], policy: Policy) -> str | None
         step = plausible_seconds(np.array(rank.summary.each_step_seconds[:MAX_STEPS]))
         exposed = plausible_seconds(np.array(rank.summary.each_exposed_communication_seconds[:MAX_STEPS]))
         is_whole = rank.state == pb.CAPTURE_STATE_ANALYSED and 0 < len(step) == len(exposed)
-        if is_whole and not (np.isnan(step) | np.isnan(exposed)).any():
+        if is_whole and (step >= MIN_STEP_SECONDS).all() and not np.isnan(exposed).any():
             measured[rank.rank] = 1e9 * step, 1e9 * np.minimum(exposed, step)
     if len(measured) < 2:
         return None

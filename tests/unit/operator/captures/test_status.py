@@ -30,7 +30,7 @@ def test_joint_finding_names_no_rank_among_equals() -> None:
         assert joint_finding(ranks, DEFAULT_POLICY) == "no rank, stage or link stands out"
 
 
-@pytest.mark.parametrize("step", [None, math.nan, math.inf, 1.7e308, -1.0])
+@pytest.mark.parametrize("step", [None, math.nan, math.inf, 1.7e308, -1.0, 5e-324])
 def test_joint_finding_needs_two_ranks_with_plausible_steps(step: float | None) -> None:
     ranks = [captured(0, 0.1, 0.05)] + ([] if step is None else [captured(1, step, 0.01)])
     assert joint_finding(ranks, DEFAULT_POLICY) is None
