@@ -34,7 +34,7 @@ START_SECONDS = 180.0
 ALERT_SECONDS = 180.0
 HEALTHY_SECONDS = 180.0
 # Scrapes time out after an interval: on a busy machine, one of a second does.
-HURRY = ("--prometheus-interval", "2s", "--hurry", "5")
+HURRY = ("--prometheus-interval", "2", "--hurry", "5")
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def test_the_heat_map_shows_history_from_before_the_console_started(prometheus: 
 
 def test_a_restarted_up_shows_the_history_its_prometheus_kept(tmp_path: Path) -> None:
     name = f"older-{os.getpid()}"
-    flags = ("--prometheus", "--prometheus-dir", str(tmp_path / "kept"), "--prometheus-interval", "2s")
+    flags = ("--prometheus", "--prometheus-dir", str(tmp_path / "kept"), "--prometheus-interval", "2")
     with rank_processes(tmp_path) as processes:
         for rank in range(2):
             processes.start(rank_variables(rank, TORCHELASTIC_RUN_ID=name))
