@@ -104,7 +104,7 @@ def refusing(code: grpc.StatusCode, text: str) -> Iterator[str]:
 def test_refused_by_the_server(words: tuple[str, ...], code: grpc.StatusCode, capsys: Output) -> None:
     with refusing(code, "no, says the server") as address:
         status, said = failed([*words, "--connect", address], capsys)
-    # `report fleet` can ask somebody else, and says so.
+    # `report fleet` can ask Prometheus instead, and says so.
     assert (status, said.split("; or ")[0].strip()) == (Exit.REFUSED, "no, says the server")
 
 
