@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every setting of the daemon, below the command's own options: call it last."""
+    """A flag for every setting of the daemon. Call it last: help lists the command's own options first."""
     parser.usage = "%(prog)s [options] [settings]"
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the daemon's settings as keys")
     parser.add_argument_group(
