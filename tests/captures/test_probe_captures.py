@@ -17,6 +17,7 @@ from rankscope.daemon.captures.orders import CaptureError, Options, Recording
 from rankscope.daemon.steps import ring_reader
 from rankscope.probe import ring_layout
 from tests.integration.captured_job import CapturedJob, captured_job, holds_a_trace
+from tests.support.measuring import Measured
 
 EXPLICIT = """
 import os, queue, sys, threading, torch
@@ -80,7 +81,7 @@ def trains_on(job: CapturedJob) -> None:
     job.wait_until(lambda: steps_so_far(job) > before + 3)
 
 
-def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path) -> None:
+def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path, measured: Measured) -> None:
     with captured_job(tmp_path, ranks=2) as job:
         # The step to begin with is reckoned by the latest ones, of which the very first are no measure.
         job.wait_until(lambda: steps_so_far(job) > 200)
@@ -99,8 +100,9 @@ def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path) -> None:
 
         by_time = job.capture(steps=None, seconds=0.5, options=Options(shapes=True, stacks=True))
         for recording, trace, steps in map(recorded, by_time):
-            assert recording.steps == len(steps)
-            assert steps.end_ns[-1] - steps.start_ns[0] >= 0.5e9
+            assert recording.steps == len(steps) > 0
+            missing_ns = 0.5e9 - float(steps.end_ns[-1] - steps.start_ns[0])
+            measured("captures: time missing of half a second", max(missing_ns / 1e9, 0.0), "s", at_most=0.05)
             assert trace.of(Category.PYTHON).any()
         trains_on(job)
         assert job.end() == [(0, ""), (0, "")]
