@@ -19,7 +19,7 @@ settings.register_profile(
     "untimed",
     deadline=None,
     derandomize=not _IS_NEW,
-    max_examples=100 if _IS_NEW else 40,
+    max_examples=300 if _IS_NEW else 40,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("untimed")
