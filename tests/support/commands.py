@@ -34,9 +34,12 @@ class Command:
         assert said.status == status, said
         return said.out
 
-    def json(self, *words: object, status: int = 0) -> dict[str, Any]:
-        printed = self.answer(*words, "--json", status=status)
-        read = json.loads(printed, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    def json(self, *words: object, status: int = 0, is_quiet: bool = True) -> dict[str, Any]:
+        """The one object that is printed; quiet is what says nothing besides."""
+        said = self(*words, "--json")
+        assert said.status == status, said
+        assert not (is_quiet and said.err), said
+        read = json.loads(said.out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
         assert isinstance(read, dict)
         return read
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -35,9 +34,7 @@ def write_csv(path: Path, groups: dict[str, float], *, count: int = 60, slow_fro
 def test_fits_the_output_of_nccl_tests(tmp_path: Path, alphabeta: Command) -> None:
     path = tmp_path / "all_reduce_perf.txt"
     path.write_text(NCCL_TESTS)
-    said = alphabeta(path, "--at-group-size", 64, "--json")
-    found = json.loads(said.out)
-    assert (said.status, said.err) == (0, "")
+    found = alphabeta.json(path, "--at-group-size", 64)
     (fit,) = found["fits"]
     assert (fit["op"], fit["ranks"], fit["count"], fit["algorithm"]) == ("all_reduce", 8, 10, "ring")
     assert fit["beta_gbps"] == pytest.approx(485, rel=0.03) and 1 < fit["alpha_us"] < 3

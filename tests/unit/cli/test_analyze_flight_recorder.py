@@ -50,9 +50,9 @@ def test_many_files_are_read_in_parallel_with_the_same_result(
         (tmp_path / f"fr_{rank}").write_bytes(dump)
     (tmp_path / "log_2").write_text("started")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    parallel = recorder.json(tmp_path)
+    parallel = recorder.json(tmp_path, is_quiet=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert recorder.json(tmp_path) == parallel
+    assert recorder.json(tmp_path, is_quiet=False) == parallel
     assert (parallel["culprits"], len(parallel["ranks"]), len(parallel["left_out"])) == ([17], 40, 1)
 
 
@@ -83,7 +83,7 @@ def test_files_that_cannot_be_used_are_named_and_left_out(folder: Path, recorder
     assert "link_5: left out: cannot be read" in link and "pipe_4: left out: it is not a regular file" in pipe
     assert "log_9: left out: refused: it" in first and "give files that torch wrote" in first
     assert "nccl_trace_rank_3: left out: it is of rank 3, and so is" in second and "one dump per rank" in second
-    reasons = recorder.json(folder)["left_out"]
+    reasons = recorder.json(folder, is_quiet=False)["left_out"]
     assert [Path(one["file"]).name for one in reasons][2:] == ["log_9", "nccl_trace_rank_3"]
 
 

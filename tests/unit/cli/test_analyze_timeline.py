@@ -91,7 +91,7 @@ def test_the_terminal_marks_the_culprit(timeline: Command, trace: Path) -> None:
 
 def test_pictures_and_page_are_written(timeline: Command, trace: Path, tmp_path: Path) -> None:
     svg, page = tmp_path / "map.svg", tmp_path / "report.html"
-    timeline.json(trace, "--heatmap", svg, "--html", page)
+    timeline.json(trace, "--heatmap", svg, "--html", page, is_quiet=False)
     assert svg.read_text().startswith("<svg") and "stage 1" in svg.read_text()
     text = page.read_text()
     assert "slow_rank: Rank 6" in text and text.count("<svg") == 3

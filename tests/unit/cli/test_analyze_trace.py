@@ -186,7 +186,7 @@ def _page(path: Path) -> _Seen:
 
 def test_the_page_shows_the_numbers_and_loads_nothing_external(tmp_path: Path, analyze: Command) -> None:
     target = tmp_path / "report.html"
-    report = analyze.json(*GLOO, "--html", target)
+    report = analyze.json(*GLOO, "--html", target, is_quiet=False)
     seen = _page(target)
     text = " ".join(seen.text)
     assert report["sentence"][1:] in text
@@ -239,7 +239,7 @@ def test_the_documented_json_keys_are_exactly_the_produced_ones(tmp_path: Path, 
     phase = {"ph": "X", "name": "phase", "cat": "user_annotation", "pid": 9, "tid": 1, "ts": 1001, "dur": 300}
     (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": [*STEPS_WITH_STACKS, phase]}))
     for words in ([NCCL], GLOO, [write_ranks(tmp_path, 6, slow=1.5)], [tmp_path / "stacks.json", "--lines"]):
-        produced |= set(_paths(analyze.json(*words)))
+        produced |= set(_paths(analyze.json(*words, is_quiet=False)))
     schema = DOCUMENTED.read_text(encoding="utf-8").split("## JSON", 1)[1].split("\n## ", 1)[0]
     documented = {line.split("`")[1] for line in schema.splitlines() if line.startswith("| `")}
     assert produced - documented == set(), "not documented"
@@ -313,7 +313,7 @@ def test_lines_and_modules_are_listed_with_time_and_memory(analyze: Command, tmp
 def test_lines_without_stacks_say_how_to_get_them(analyze: Command) -> None:
     code, out, err = analyze(NCCL, "--lines")
     assert code == 0 and "with_stack=True" in err and "lines of rank" not in out
-    assert analyze.json(NCCL, "--lines")["ranks"][0]["lines"] is None
+    assert analyze.json(NCCL, "--lines", is_quiet=False)["ranks"][0]["lines"] is None
 
 
 def test_names_of_lines_cannot_control_the_terminal(analyze: Command, tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def test_an_unknown_gpu_of_the_trace_is_asked_for(predict: Command, tmp_path: Pa
     assert "\x1b" not in err and len(err) < 600
     read = predict.json(path, "--on", "A100", "--from", "H200")["on"]
     assert read["from_gpus"] == ["H200 SXM"]
-    assert "names no GPU" in predict.complaint(with_device(tmp_path / "no.json.gz", ""), "--on", "A100")
+    err = predict.complaint(with_device(tmp_path / "no.json.gz", ""), "--on", "A100")
+    assert "names no GPU" in err and "next step: " in err
 
 
 def test_a_trace_without_shapes_is_moved_by_its_kernels_names(predict: Command, tmp_path: Path) -> None:
@@ -126,7 +127,8 @@ def test_every_key_is_documented(predict: Command) -> None:
 
 
 def test_recordings_without_shapes_of_old_profilers_are_read(predict: Command) -> None:
-    assert "no step was recorded as a whole" in predict.complaint(H200 / "nccl_world1_3steps.json.gz", "--on", "A100")
+    err = predict.complaint(H200 / "nccl_world1_3steps.json.gz", "--on", "A100")
+    assert "no step was recorded as a whole" in err and "next step: " in err
 
 
 def test_the_documented_example_is_what_is_printed(predict: Command) -> None:

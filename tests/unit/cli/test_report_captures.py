@@ -84,8 +84,10 @@ def test_joined_shards_equal_one_process(
         code, out, err = report(captures, "--shards", 4, "--shard", shard, "--parts", parts)
         assert (code, out) == (0, ""), err
         assert "the worker that ends last reports" in err
-    assert report.json(captures, "--shards", 4, "--shard", 1, "--parts", parts) == alone, "the last one reports"
-    assert report.json("--parts", parts) == alone
+    assert report.json(captures, "--shards", 4, "--shard", 1, "--parts", parts, is_quiet=False) == alone, (
+        "the last one reports"
+    )
+    assert report.json("--parts", parts, is_quiet=False) == alone
     rows = [len(read_part(path)[1]) for path in sorted(parts.iterdir())]
     assert sum(rows) == 10 and max(rows) < 10, rows
 
