@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.audit_records import Audited, audit_records
 from tests.support.measuring import Measured
 
 # How long an example takes says something about the machine, not about the code. Every run tries the same examples: one
@@ -19,7 +20,7 @@ settings.register_profile(
     "untimed",
     deadline=None,
     derandomize=not _IS_NEW,
-    max_examples=100 if _IS_NEW else 40,
+    max_examples=300 if _IS_NEW else 40,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("untimed")
@@ -49,6 +50,12 @@ def caplog(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> 
     caplog.handler.addFilter(is_own)
     yield caplog
     caplog.handler.removeFilter(is_own)
+
+
+@pytest.fixture
+def audited(caplog: pytest.LogCaptureFixture) -> Audited:
+    caplog.set_level(logging.INFO, "rankscope.audit")
+    return lambda: audit_records(caplog)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

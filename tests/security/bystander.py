@@ -49,7 +49,6 @@ from tests.support.waiting import wait_until
 
 RANKS = (0, 1)
 SLOW_RANK = 1
-SLOW_FUNCTION = "slow_part"
 RUN_ID = "bystander"
 
 WINDOW_SECONDS = 1.0

@@ -88,17 +88,3 @@ class Connection:
                     break
                 heard += part
         return heard
-
-    def is_ended(self, seconds: float = PATIENCE_SECONDS) -> bool:
-        """Whether the other side hangs up within that time."""
-        give_up = time.monotonic() + seconds
-        try:
-            while (left := give_up - time.monotonic()) > 0:
-                self.socket.settimeout(left)
-                if not self.socket.recv(65536):
-                    return True
-        except TimeoutError:
-            return False
-        except OSError:
-            return True
-        return False

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -151,22 +152,31 @@ def test_the_map_of_the_source_tree_names_modules_that_exist() -> None:
         assert not missing, f"docs/architecture.md: {folder.relative_to(ROOT)} has no {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"], ids=lambda path: path.name)
-def test_paths_and_names_in_the_maps_for_developers_exist(path: Path) -> None:
+SOURCE_ENDINGS = (".py", ".sh", ".proto", ".md", ".yaml", ".js", ".c", ".json")
+
+
+@cache
+def paths_and_words() -> tuple[set[str], set[str]]:
+    """Of all sources."""
     folders = ("analysis", "daemon", "operator", "cli", "tests", "tools", "benchmarks", "proto", "rules", "deploy")
-    endings = (".py", ".sh", ".proto", ".md", ".yaml", ".js", ".c", ".json")
     files = [
         *ROOT.glob("*"),
         *(ROOT / "docs").rglob("*"),
         *(each for root in folders for each in (ROOT / root).rglob("*")),
     ]
     paths = {f"/{each.relative_to(ROOT)}" for each in files}
-    words = {word for each in files if each.suffix in endings for word in re.findall(r"\w+", each.read_text())}
+    words = {word for each in files if each.suffix in SOURCE_ENDINGS for word in re.findall(r"\w+", each.read_text())}
+    return paths, words
+
+
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"], ids=lambda path: path.name)
+def test_paths_and_names_in_the_maps_for_developers_exist(path: Path) -> None:
+    paths, words = paths_and_words()
     prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     quoted = set(re.findall(r"`([^`\n]+)`", prose))
     assert len(quoted) > 50
     for text in quoted:
-        if re.fullmatch(r"[\w.…-]+(/[\w.…-]+)*/?", text) and ("/" in text or text.endswith(endings)):
+        if re.fullmatch(r"[\w.…-]+(/[\w.…-]+)*/?", text) and ("/" in text or text.endswith(SOURCE_ENDINGS)):
             if "NAME" in text or "FILE" in text or text.startswith(".venv"):
                 continue
             start, _, end = text.rstrip("/").rpartition("/…/")

@@ -32,6 +32,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *rows: Sequence[Sequence[Suite]]) -> in
 def test_what_fails_is_run_again_and_keeps_nothing_from_running(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    # The import of the plugin takes half the time of a run of one test.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
     marker, flaky, broken = tmp_path / "was here", tmp_path / "test_flaky.py", tmp_path / "test_broken.py"
     flaky.write_text(
         "from pathlib import Path\n"

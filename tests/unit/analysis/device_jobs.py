@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.analysis.verdicts.detector import FleetDetector
-from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, RankEvidence, StackProfile, columns_of
 
@@ -90,22 +88,6 @@ class DeviceJob:
 
     def but(self, **changes: object) -> DeviceJob:
         return replace(self, **changes)
-
-
-def watch(
-    *phases: tuple[DeviceJob, int],
-    seed: int = 0,
-    policy: Policy = DEFAULT_POLICY,
-    evidence: Mapping[int, RankEvidence] | None = None,
-) -> list[Verdict]:
-    """The verdict after each window of a job that goes through phases of (how it behaves, for how many windows)."""
-    random, fleet = np.random.default_rng(seed), FleetDetector(policy)
-    verdicts: list[Verdict] = []
-    for job, windows in phases:
-        for _ in range(windows):
-            window = job.window(random, len(verdicts), evidence)
-            verdicts.append(fleet.evaluate({"job": window})["job"])
-    return verdicts
 
 
 def profile(samples: int = 30, *lines: FrameSeen, **phase_shares: float) -> StackProfile:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -55,20 +56,23 @@ class SyntheticJob:
         per_step = (base + excess) * (1 + self.noise * random.standard_normal((self.steps, ranks)))
         per_step *= 1 + self.uneven * random.exponential(size=(self.steps, ranks))
         step = per_step.max(axis=1) + self.transfer_seconds  # everybody waits for the last
+        waits = step[:, None] - per_step
+        # Of all ranks at once: a call of numpy takes longer than its work.
+        own_mean, wait_mean = per_step.mean(axis=0), waits.mean(axis=0)
+        low, high = np.quantile(per_step, (0.1, 0.9), axis=0)
+        transfer = np.quantile(waits, 0.1, axis=0)
         rows = []
         for rank in range(ranks):
-            own = per_step[:, rank]
-            wait = step - own
             row = {
                 "rank": rank,
                 "stage": self.stage_of(rank) if self.pipeline > 1 else -1,
                 "place": rank * self.nodes // ranks,
                 "steps": self.steps,
                 "step_seconds": step.mean(),
-                "self_seconds": own.mean(),
-                "wait_seconds": wait.mean(),
-                "transfer_seconds": float(np.quantile(wait, 0.1)),
-                "self_spread_ratio": float(np.quantile(own, 0.9) / np.quantile(own, 0.1)),
+                "self_seconds": own_mean[rank],
+                "wait_seconds": wait_mean[rank],
+                "transfer_seconds": transfer[rank],
+                "self_spread_ratio": high[rank] / low[rank],
                 "input_seconds": base[rank] * 0.04,
                 "forward_seconds": base[rank] * 0.3,
                 "backward_seconds": base[rank] * 0.5,
@@ -94,12 +98,35 @@ class SyntheticJob:
         return replace(self, **changes)  # type: ignore[arg-type]  # a test helper: the caller names real fields
 
 
-def watch(*phases: tuple[SyntheticJob, int], seed: int = 0, policy: Policy = DEFAULT_POLICY) -> list[Verdict]:
-    """The verdict after each window of a job that goes through phases of (how it behaves, for how many windows)."""
-    random = np.random.default_rng(seed)
+class Job(Protocol):
+    def window(
+        self, random: np.random.Generator, number: int = 0, evidence: Mapping[int, RankEvidence] | None = None
+    ) -> JobWindow: ...
+
+
+def watch_each(
+    *phases: tuple[Job, int],
+    seeds: Iterable[int],
+    policy: Policy = DEFAULT_POLICY,
+    evidence: Mapping[int, RankEvidence] | None = None,
+) -> list[list[Verdict]]:
+    """Of jobs with other noise in one fleet, whose ranks are compared at once: the verdict after each window of a job
+    that goes through phases of (how it behaves, for how many windows)."""
+    noise = {str(seed): np.random.default_rng(seed) for seed in seeds}
     fleet = FleetDetector(policy)
-    verdicts = []
-    for job, windows in phases:
-        for _ in range(windows):
-            verdicts.append(fleet.evaluate({"job": job.window(random, len(verdicts))})["job"])
-    return verdicts
+    verdicts: dict[str, list[Verdict]] = {name: [] for name in noise}
+    behaviours = [job for job, windows in phases for _ in range(windows)]
+    for number, job in enumerate(behaviours):
+        windows = {name: job.window(random, number, evidence) for name, random in noise.items()}
+        for name, verdict in fleet.evaluate(windows).items():
+            verdicts[name].append(verdict)
+    return list(verdicts.values())
+
+
+def watch(
+    *phases: tuple[Job, int],
+    seed: int = 0,
+    policy: Policy = DEFAULT_POLICY,
+    evidence: Mapping[int, RankEvidence] | None = None,
+) -> list[Verdict]:
+    return watch_each(*phases, seeds=[seed], policy=policy, evidence=evidence)[0]

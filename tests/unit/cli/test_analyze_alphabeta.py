@@ -1,18 +1,21 @@
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.cli.main import main
 from tests.shared_data import H200
+from tests.support.commands import Command
 from tests.unit.analysis.collective_timings import observe, sizes
 from tests.unit.analysis.collectives.test_timings import NCCL_TESTS
+
+
+@pytest.fixture
+def alphabeta(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "analyze", "alphabeta")
 
 
 def write_csv(path: Path, groups: dict[str, float], *, count: int = 60, slow_from: int | None = None) -> Path:
@@ -28,23 +31,10 @@ def write_csv(path: Path, groups: dict[str, float], *, count: int = 60, slow_fro
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    code = main(["analyze", "alphabeta", *map(str, words)])
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    code, out, err = run(capsys, *words, "--json")
-    assert (code, err) == (0, "")
-    found: dict[str, Any] = json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    return found
-
-
-def test_fits_the_output_of_nccl_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fits_the_output_of_nccl_tests(tmp_path: Path, alphabeta: Command) -> None:
     path = tmp_path / "all_reduce_perf.txt"
     path.write_text(NCCL_TESTS)
-    found = answer(capsys, path, "--at-group-size", 64)
+    found = alphabeta.json(path, "--at-group-size", 64)
     (fit,) = found["fits"]
     assert (fit["op"], fit["ranks"], fit["count"], fit["algorithm"]) == ("all_reduce", 8, 10, "ring")
     assert fit["beta_gbps"] == pytest.approx(485, rel=0.03) and 1 < fit["alpha_us"] < 3
@@ -56,63 +46,61 @@ def test_fits_the_output_of_nccl_tests(tmp_path: Path, capsys: pytest.CaptureFix
     assert other and all(row["actual_us"] is None for row in other)
 
 
-def test_names_the_slow_link_and_leaves_its_healthy_twin_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_the_slow_link_and_leaves_its_healthy_twin_alone(tmp_path: Path, alphabeta: Command) -> None:
     healthy = {f"dp_{n}": 100.0 for n in range(5)}
-    assert answer(capsys, write_csv(tmp_path / "a.csv", healthy))["verdict"] == "healthy"
-    found = answer(capsys, write_csv(tmp_path / "b.csv", healthy | {"dp_3": 40.0}))
+    assert alphabeta.json(write_csv(tmp_path / "a.csv", healthy))["verdict"] == "healthy"
+    found = alphabeta.json(write_csv(tmp_path / "b.csv", healthy | {"dp_3": 40.0}))
     assert found["verdict"] == "slow_communication"
     assert [(one["group"], one["against"]) for one in found["anomalies"]] == [("dp_3", "peers")]
 
 
-def test_tells_that_collectives_became_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tells_that_collectives_became_slow(tmp_path: Path, alphabeta: Command) -> None:
     path = write_csv(tmp_path / "a.csv", {"dp": 100.0}, count=200, slow_from=140)
-    (anomaly,) = answer(capsys, path)["anomalies"]
+    (anomaly,) = alphabeta.json(path)["anomalies"]
     assert anomaly["against"] == "own" and anomaly["ongoing"] is True
     assert anomaly["since_seconds"] == pytest.approx(140, abs=6)
-    code, out, _ = run(capsys, path)
-    assert code == 0 and "slow_communication" in out and "3.0×" in out
+    out = alphabeta.answer(path)
+    assert "slow_communication" in out and "3.0×" in out
 
 
-def test_compares_groups_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compares_groups_of_several_files(tmp_path: Path, alphabeta: Command) -> None:
     paths = [write_csv(tmp_path / f"node{n}.csv", {"": 30.0 if n == 1 else 100.0}) for n in range(4)]
-    found = answer(capsys, *paths)
+    found = alphabeta.json(*paths)
     assert [fit["group"] for fit in found["fits"]] == ["node0", "node1", "node2", "node3"]
     assert [one["group"] for one in found["anomalies"]] == ["node1"]
 
 
-def test_reads_the_transfers_of_two_real_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, H200 / "gloo_2ranks_rank0.json.gz", H200 / "gloo_2ranks_rank1.json.gz")
+def test_reads_the_transfers_of_two_real_ranks(alphabeta: Command) -> None:
+    found = alphabeta.json(H200 / "gloo_2ranks_rank0.json.gz", H200 / "gloo_2ranks_rank1.json.gz")
     (fit,) = found["fits"]
     assert (fit["op"], fit["ranks"], fit["count"]) == ("all_reduce", 2, 25)
     assert fit["beta_gbps"] == pytest.approx(1.06, rel=0.1)
     assert "25 collectives matched over 2 ranks" in found["notes"][0]
 
 
-def test_abstains_with_a_reason_if_the_group_size_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_abstains_with_a_reason_if_the_group_size_is_unknown(alphabeta: Command) -> None:
     alone = H200 / "gloo_2ranks_rank0.json.gz"
-    found = answer(capsys, alone)
+    found = alphabeta.json(alone)
     assert found["verdict"] == "insufficient_data"
     assert found["fits"][0]["reason"] == "the number of ranks is unknown"
     assert found["fits"][0]["alpha_us"] is None and found["predicted"] == []
-    assert answer(capsys, alone, "--group-size", 2)["verdict"] == "healthy"
+    assert alphabeta.json(alone, "--group-size", 2)["verdict"] == "healthy"
 
 
-def test_draws_a_plot_and_a_page_that_need_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draws_a_plot_and_a_page_that_need_nothing_else(tmp_path: Path, alphabeta: Command) -> None:
     path = write_csv(tmp_path / "a.csv", {"<b>dp</b>": 100.0})
-    code, _, _ = run(capsys, path, "--svg", tmp_path / "fit.svg", "--html", tmp_path / "fit.html")
+    alphabeta.answer(path, "--svg", tmp_path / "fit.svg", "--html", tmp_path / "fit.html")
     drawn, written = (tmp_path / "fit.svg").read_text(), (tmp_path / "fit.html").read_text()
-    assert code == 0 and drawn.startswith("<svg") and "predicted" in drawn and "actual" in drawn
+    assert drawn.startswith("<svg") and "predicted" in drawn and "actual" in drawn
     assert "Predicted against actual" in written and "tree" in written
     assert "<b>dp</b>" not in written and "http://" not in written.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_draws_a_page_even_where_nothing_was_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draws_a_page_even_where_nothing_was_fitted(tmp_path: Path, alphabeta: Command) -> None:
     path = tmp_path / "a.csv"
     path.write_text("op,bytes,us,ranks\nall_reduce,1024,20,8\n")
-    code, out, _ = run(capsys, path, "--html", tmp_path / "fit.html", "--svg", tmp_path / "fit.svg")
-    assert code == 0 and "1 timed with a known size, 5 are needed" in out
+    out = alphabeta.answer(path, "--html", tmp_path / "fit.html", "--svg", tmp_path / "fit.svg")
+    assert "1 timed with a known size, 5 are needed" in out
     assert "insufficient_data" in (tmp_path / "fit.html").read_text()
 
 
@@ -131,23 +119,20 @@ def test_draws_a_page_even_where_nothing_was_fitted(tmp_path: Path, capsys: pyte
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    content: bytes | None, words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes | None, words: tuple[str, ...], said: str, tmp_path: Path, alphabeta: Command
 ) -> None:
     path = tmp_path / "input"
     if content is not None:
         path.write_bytes(content)
-    code, out, err = run(capsys, path, *words)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert said in alphabeta.complaint(path, *words)
 
 
-def test_refuses_to_mix_traces_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_to_mix_traces_and_tables(tmp_path: Path, alphabeta: Command) -> None:
     path = write_csv(tmp_path / "a.csv", {"dp": 100.0})
-    code, _, err = run(capsys, path, H200 / "gloo_2ranks_rank0.json.gz")
-    assert code == 2 and "cannot be read together" in err
+    assert "cannot be read together" in alphabeta.complaint(path, H200 / "gloo_2ranks_rank0.json.gz")
 
 
-def test_damaged_tables_never_give_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_tables_never_give_a_traceback(tmp_path: Path, alphabeta: Command) -> None:
     dice, path = random.Random(5), tmp_path / "input"
     whole = [
         NCCL_TESTS,
@@ -159,13 +144,13 @@ def test_damaged_tables_never_give_a_traceback(tmp_path: Path, capsys: pytest.Ca
         for _ in range(dice.randint(1, 6)):
             text[dice.randrange(len(text))] = dice.choice(["", "\n", ",", "9" * 40, "-", "NaN", "\x00", '"', "[", "é"])
         path.write_text("".join(text))
-        code, _, err = run(capsys, path, "--json")
+        code, _, err = alphabeta(path, "--json")
         assert code in (0, 2) and err.count("\n") == (1 if code else 0)
 
 
-def test_every_json_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_json_key_is_documented(alphabeta: Command) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "analyze-alphabeta.md").read_text()
-    found = answer(capsys, H200 / "gloo_2ranks_rank0.json.gz", "--group-size", 2)
+    found = alphabeta.json(H200 / "gloo_2ranks_rank0.json.gz", "--group-size", 2)
     keys = {*found, *found["fits"][0], *found["predicted"][0]}
     keys |= {"against", "severity", "windows", "slow_windows", "since_seconds", "ongoing", "lost_us", "lost_ratio"}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []

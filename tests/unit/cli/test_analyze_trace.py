@@ -7,15 +7,14 @@ import warnings
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rankscope.cli.main import main
 from rankscope.cli.trace_report.reduction import LayoutError, read_layout
 from rankscope.common.text import printable
 from rankscope.pprof import profile_pb2 as pb
 from tests.shared_data import H200, ROOT
+from tests.support.commands import Command
 from tests.support.rank_traces import rank_trace, write_ranks
 from tests.unit.analysis.traces.test_source_lines import STEPS as STEPS_WITH_STACKS
 
@@ -25,25 +24,13 @@ DOCUMENTED = ROOT / "docs" / "analyze-trace.md"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u0000"
 
 
-def _run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    try:
-        code = main(["analyze", "trace", *map(str, words)])
-    except SystemExit as left:
-        code = int(left.code or 0)
-    captured = capfd.readouterr()
-    return code, captured.out, captured.err
+@pytest.fixture
+def analyze(capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(capfd, "analyze", "trace")
 
 
-def _json(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    code, out, _ = _run(capfd, *words, "--json")
-    assert code == 0
-    report = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
-    assert isinstance(report, dict)
-    return report
-
-
-def test_one_rank_is_broken_down_and_not_joined(capfd: pytest.CaptureFixture[str]) -> None:
-    report = _json(capfd, NCCL)
+def test_one_rank_is_broken_down_and_not_joined(analyze: Command) -> None:
+    report = analyze.json(NCCL)
     assert report["join"] is None and report["broken"] == [] and report["bound"] == "compute"
     (rank,) = report["ranks"]
     named = ("span_us", "compute_us", "non_compute_us", "idle_us", "communication_us", "exposed_communication_us")
@@ -53,8 +40,8 @@ def test_one_rank_is_broken_down_and_not_joined(capfd: pytest.CaptureFixture[str
     assert sum(rank["parts_us"].values()) == pytest.approx(rank["span_us"])
 
 
-def test_two_gloo_ranks_are_joined_and_found_communication_bound(capfd: pytest.CaptureFixture[str]) -> None:
-    report = _json(capfd, *GLOO)
+def test_two_gloo_ranks_are_joined_and_found_communication_bound(analyze: Command) -> None:
+    report = analyze.json(*GLOO)
     assert report["bound"] == "communication" and report["findings"][0]["kind"] == "exposed_communication"
     join = report["join"]
     assert join["collectives_matched"] == 25 and sum(join["last_arrivals"].values()) == 25
@@ -62,12 +49,12 @@ def test_two_gloo_ranks_are_joined_and_found_communication_bound(capfd: pytest.C
     assert join["verdict"] == "insufficient_data" and join["culprits"] == []
 
 
-def test_three_broken_files_of_64_leave_the_other_61(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_three_broken_files_of_64_leave_the_other_61(tmp_path: Path, analyze: Command) -> None:
     folder = write_ranks(tmp_path, 64)
     (folder / "rank-7.json.gz").write_bytes(b"")
     (folder / "rank-20.json.gz").write_bytes(b"Segmentation fault\n")
     (folder / "rank-63.json.gz").write_bytes(gzip.compress(b'{"schemaVersion": 1}'))
-    code, out, err = _run(capfd, folder, "--json")
+    code, out, err = analyze(folder, "--json")
     report = json.loads(out)
     assert code == 0
     assert [rank["rank"] for rank in report["ranks"]] == [rank for rank in range(64) if rank not in (7, 20, 63)]
@@ -81,8 +68,8 @@ def test_three_broken_files_of_64_leave_the_other_61(tmp_path: Path, capfd: pyte
     assert report["join"]["collectives_matched"] == 5 and report["join"]["verdict"] == "healthy"
 
 
-def test_a_slow_rank_comes_first_and_is_in_the_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = _run(capfd, write_ranks(tmp_path, 20, slow=1.5))
+def test_a_slow_rank_comes_first_and_is_in_the_table(tmp_path: Path, analyze: Command) -> None:
+    code, out, _ = analyze(write_ranks(tmp_path, 20, slow=1.5))
     lines = out.splitlines()
     assert code == 0
     assert lines[0].startswith("Rank 5 is slow; costs ")
@@ -92,37 +79,35 @@ def test_a_slow_rank_comes_first_and_is_in_the_table(tmp_path: Path, capfd: pyte
     assert "1. waiting for rank 5" in out
 
 
-def test_ranks_that_cannot_be_compared_are_still_broken_down(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_cannot_be_compared_are_still_broken_down(monkeypatch: pytest.MonkeyPatch, analyze: Command) -> None:
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a step of no length")
 
     monkeypatch.setattr("rankscope.analysis.traces.joins.join.join_traces", fails)
-    code, out, err = _run(capfd, *GLOO, "--json")
+    code, out, err = analyze(*GLOO, "--json")
     report = json.loads(out)
     assert code == 0 and report["join"] is None and len(report["ranks"]) == 2
     assert report["notes"] and f"warning: {report['notes'][0]}" in err
 
 
-def test_a_trace_of_unknown_rank_is_analysed_and_not_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_unknown_rank_is_analysed_and_not_joined(tmp_path: Path, analyze: Command) -> None:
     for name, rank in (("one.json", 0), ("two.json", None), ("three.json", 1)):
         trace = rank_trace(rank or 0, 2)
         if rank is None:
             del trace["distributedInfo"]
         (tmp_path / name).write_text(json.dumps(trace))
-    report = _json(capfd, tmp_path)
+    report = analyze.json(tmp_path)
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1, None]
     assert set(report["join"]["last_arrivals"]) == {"0", "1"}
 
 
-def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path, analyze: Command) -> None:
     bad = tmp_path / "bad.json"
     bad.write_bytes(b"{")
     empty = tmp_path / "idle.json"
     empty.write_bytes(b'{"traceEvents": []}')
     for words in ([bad], [tmp_path / "none.json"], [empty], [tmp_path]):
-        code, out, err = _run(capfd, *words, "--json")
+        code, out, err = analyze(*words, "--json")
         assert (code, out) == (2, "")
         errors = [line for line in err.splitlines() if line.startswith("error:")]
         assert len(errors) == 1 and "next step" in errors[0]
@@ -141,10 +126,8 @@ def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path, capfd: 
         ("--merged", "/nowhere/at/all.json.gz"),
     ],
 )
-def test_an_impossible_option_is_one_line_and_exit_code_2(
-    words: tuple[str, str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = _run(capfd, *GLOO, *words)
+def test_an_impossible_option_is_one_line_and_exit_code_2(words: tuple[str, str], analyze: Command) -> None:
+    code, out, err = analyze(*GLOO, *words)
     assert (code, out) == (2, "")
     assert err.count("error:") == 1 and "next step" in err and "Traceback" not in err
 
@@ -157,12 +140,12 @@ def test_stages_are_outermost_in_a_layout() -> None:
         layout.stage_of([0, 8])
 
 
-def test_stages_are_compared_when_the_layout_is_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_compared_when_the_layout_is_given(tmp_path: Path, analyze: Command) -> None:
     folder = write_ranks(tmp_path, 8, slow=1.5)
-    assert _json(capfd, folder)["join"]["culprits"] == [5]
-    assert _json(capfd, folder, "--parallelism", "pp=2,dp=4")["join"]["culprits"] == [5]
+    assert analyze.json(folder)["join"]["culprits"] == [5]
+    assert analyze.json(folder, "--parallelism", "pp=2,dp=4")["join"]["culprits"] == [5]
     # Alone in its stage it has no peer to be slower than.
-    report = _json(capfd, folder, "--stages", "0,0,0,0,0,1,0,0")
+    report = analyze.json(folder, "--stages", "0,0,0,0,0,1,0,0")
     assert (report["join"]["verdict"], report["join"]["stage"]) == ("slow_stage", 1)
 
 
@@ -201,11 +184,9 @@ def _page(path: Path) -> _Seen:
     return seen
 
 
-def test_the_page_shows_the_numbers_and_loads_nothing_external(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_the_numbers_and_loads_nothing_external(tmp_path: Path, analyze: Command) -> None:
     target = tmp_path / "report.html"
-    report = _json(capfd, *GLOO, "--html", target)
+    report = analyze.json(*GLOO, "--html", target, is_quiet=False)
     seen = _page(target)
     text = " ".join(seen.text)
     assert report["sentence"][1:] in text
@@ -217,24 +198,22 @@ def test_the_page_shows_the_numbers_and_loads_nothing_external(
     assert all(name not in ("href", "src") or (value or "").startswith("data:") for name, value in seen.attributes)
 
 
-def test_hostile_names_are_harmless_in_page_terminal_and_json(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_names_are_harmless_in_page_terminal_and_json(tmp_path: Path, analyze: Command) -> None:
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     folder.mkdir()
     write_ranks(folder, 2, kernel=HOSTILE)
     target = tmp_path / "report.html"
-    code, out, _ = _run(capfd, folder, "--html", target)
+    code, out, _ = analyze(folder, "--html", target)
     assert code == 0 and "\x1b[31m" not in out and "\x00" not in out and "alert(1)" in out
     seen = _page(target)
     assert not seen.tags & {"script", "img"}
     assert not any(name.startswith("on") for name, _ in seen.attributes)
-    assert printable(HOSTILE) in [kernel["name"] for kernel in _json(capfd, folder)["ranks"][0]["top_kernels"]]
+    assert printable(HOSTILE) in [kernel["name"] for kernel in analyze.json(folder)["ranks"][0]["top_kernels"]]
 
 
-def test_the_merged_trace_holds_every_rank_as_a_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_merged_trace_holds_every_rank_as_a_process(tmp_path: Path, analyze: Command) -> None:
     target = tmp_path / "merged.json.gz"
-    assert _run(capfd, *GLOO, "--merged", target)[0] == 0
+    assert analyze(*GLOO, "--merged", target)[0] == 0
     events = json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
     names = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
     assert len([name for name in names if "rank 0" in name.lower() or "rank 1" in name.lower()]) == 2
@@ -254,15 +233,13 @@ def _paths(value: object, at: str = "") -> Iterator[str]:
         yield at
 
 
-def test_the_documented_json_keys_are_exactly_the_produced_ones(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_documented_json_keys_are_exactly_the_produced_ones(tmp_path: Path, analyze: Command) -> None:
     produced: set[str] = set()
     (tmp_path / "broken.json").write_bytes(b"no")
     phase = {"ph": "X", "name": "phase", "cat": "user_annotation", "pid": 9, "tid": 1, "ts": 1001, "dur": 300}
     (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": [*STEPS_WITH_STACKS, phase]}))
     for words in ([NCCL], GLOO, [write_ranks(tmp_path, 6, slow=1.5)], [tmp_path / "stacks.json", "--lines"]):
-        produced |= set(_paths(_json(capfd, *words)))
+        produced |= set(_paths(analyze.json(*words, is_quiet=False)))
     schema = DOCUMENTED.read_text(encoding="utf-8").split("## JSON", 1)[1].split("\n## ", 1)[0]
     documented = {line.split("`")[1] for line in schema.splitlines() if line.startswith("| `")}
     assert produced - documented == set(), "not documented"
@@ -271,12 +248,12 @@ def test_the_documented_json_keys_are_exactly_the_produced_ones(
     assert documented - produced - absent == set(), "documented, but not there"
 
 
-def test_help_teaches_with_an_example(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = _run(capfd, "--help")
+def test_help_teaches_with_an_example(analyze: Command) -> None:
+    code, out, _ = analyze("--help")
     assert code == 0 and "rankscope analyze trace traces/ --html report.html" in out
 
 
-def test_a_truncated_last_step_counts_in_totals_and_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_last_step_counts_in_totals_and_is_noted(tmp_path: Path, analyze: Command) -> None:
     content = rank_trace(0, 1)
     # The recording ended while the device was at the third step: its second kernel and all later ones are missing.
     last_kernel = [event for event in content["traceEvents"] if event["cat"] == "kernel"][4]
@@ -285,14 +262,14 @@ def test_a_truncated_last_step_counts_in_totals_and_is_noted(tmp_path: Path, cap
     ]
     path = tmp_path / "rank-0.json"
     path.write_text(json.dumps(content))
-    report = _json(capfd, path)
+    report = analyze.json(path)
     (rank,) = report["ranks"]
     assert [step["whole"] for step in rank["steps"]] == [True, True, False, False, False]
     assert rank["compute_us"] == pytest.approx(sum(step["compute_us"] for step in rank["steps"]))
     assert rank["span_us"] == pytest.approx(last_kernel["ts"] + last_kernel["dur"] - 1010)
     (note,) = report["notes"]
     assert "the last 3 steps (0 %" in note and "counted in the totals, not in step times" in note
-    code, out, err = _run(capfd, path)
+    code, out, err = analyze(path)
     assert (code, err) == (0, "")
     assert "5 steps (2 whole)" in out and "note: rank 0: the recording ended before" in " ".join(out.split())
     typical_us = sum(step["duration_us"] for step in rank["steps"][:2]) / 2
@@ -300,7 +277,7 @@ def test_a_truncated_last_step_counts_in_totals_and_is_noted(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("kind", ["empty kernels", "missing steps", "empty steps", "missing kernels"])
-def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, analyze: Command, kind: str) -> None:
     for rank in range(4):
         content = rank_trace(rank, 4)
         kept = []
@@ -317,43 +294,41 @@ def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, capfd: pytest.Captur
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for more in ([], ["--parallelism", "pp=2,dp=2,tp=1"], ["--html", tmp_path / "page.html"]):
-            code, _, err = _run(capfd, *sorted(tmp_path.glob("*.json")), *more)
+            code, _, err = analyze(*sorted(tmp_path.glob("*.json")), *more)
             assert code == 0 and "report" not in err.replace("wrote", "")
 
 
-def test_lines_and_modules_are_listed_with_time_and_memory(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_lines_and_modules_are_listed_with_time_and_memory(analyze: Command, tmp_path: Path) -> None:
     (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": STEPS_WITH_STACKS}))
-    code, out, err = _run(capfd, tmp_path / "stacks.json", "--lines")
+    code, out, err = analyze(tmp_path / "stacks.json", "--lines")
     assert (code, err) == (0, "")
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
     assert ["80.0 %", "30 µs", "50 µs", "0", "1,000 B", "2.15 KiB", "Linear", "model.py:5 forward"] in rows
     assert ["84.0 %", "34 µs", "50 µs", "1,000 B", "2.15 KiB", "1", "Net"] in rows
     assert "device time of a step, over 2 steps" in out
-    code, out, _ = _run(capfd, tmp_path / "stacks.json")
+    code, out, _ = analyze(tmp_path / "stacks.json")
     assert "model.py" not in out
 
 
-def test_lines_without_stacks_say_how_to_get_them(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _run(capfd, NCCL, "--lines")
+def test_lines_without_stacks_say_how_to_get_them(analyze: Command) -> None:
+    code, out, err = analyze(NCCL, "--lines")
     assert code == 0 and "with_stack=True" in err and "lines of rank" not in out
-    assert _json(capfd, NCCL, "--lines")["ranks"][0]["lines"] is None
+    assert analyze.json(NCCL, "--lines", is_quiet=False)["ranks"][0]["lines"] is None
 
 
-def test_names_of_lines_cannot_control_the_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_names_of_lines_cannot_control_the_terminal(analyze: Command, tmp_path: Path) -> None:
     hostile = f"model.py(5): [red]{HOSTILE}"
     events = [one | {"name": one["name"].replace("model.py(5): forward", hostile)} for one in STEPS_WITH_STACKS]
     (tmp_path / "stacks.json").write_text(json.dumps({"traceEvents": events}))
-    code, out, _ = _run(capfd, tmp_path / "stacks.json", "--lines")
+    code, out, _ = analyze(tmp_path / "stacks.json", "--lines")
     assert code == 0 and "[red]" in out and "\x1b" not in out and "\0" not in out
 
 
-def test_every_format_of_the_device_flame_graph_holds_equal_time(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    kernels = {rank["rank"]: rank["top_kernels"] for rank in _json(capfd, *GLOO, "--top", 1000)["ranks"]}
+def test_every_format_of_the_device_flame_graph_holds_equal_time(analyze: Command, tmp_path: Path) -> None:
+    kernels = {rank["rank"]: rank["top_kernels"] for rank in analyze.json(*GLOO, "--top", 1000)["ranks"]}
     nanos = {rank: sum(round(1000 * one["total_us"]) for one in listed) for rank, listed in kernels.items()}
     for ending in (".pb.gz", ".json", ".folded", ".html"):
-        code, out, err = _run(capfd, *GLOO, "--flame", tmp_path / f"gpu{ending}")
+        code, out, err = analyze(*GLOO, "--flame", tmp_path / f"gpu{ending}")
         assert code == 0 and f"wrote {tmp_path}/gpu{ending}: 1,446 kernels" in err and "rank" in out
     profile = pb.Profile.FromString(gzip.decompress((tmp_path / "gpu.pb.gz").read_bytes()))
     texts = profile.string_table
@@ -373,17 +348,13 @@ def test_every_format_of_the_device_flame_graph_holds_equal_time(
     assert sum(map(int, own.split(","))) == sum(nanos.values()) and "2 ranks: time on the device" in page
 
 
-def test_an_unknown_flame_graph_format_is_refused_before_reading(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, out, err = _run(capfd, tmp_path / "absent.json", "--flame", "gpu.svg")
+def test_an_unknown_flame_graph_format_is_refused_before_reading(analyze: Command, tmp_path: Path) -> None:
+    code, out, err = analyze(tmp_path / "absent.json", "--flame", "gpu.svg")
     assert code == 2 and not out and "name FILE.html, .pb.gz, .json or .folded" in err and "absent" not in err
 
 
-def test_a_flame_graph_without_a_device_is_empty_and_explained(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_flame_graph_without_a_device_is_empty_and_explained(analyze: Command, tmp_path: Path) -> None:
     operator = {"ph": "X", "name": "aten::add", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 0, "dur": 5}
     (tmp_path / "cpu.json").write_text(json.dumps({"traceEvents": [operator]}))
-    code, _, err = _run(capfd, tmp_path / "cpu.json", "--flame", tmp_path / "gpu.folded")
+    code, _, err = analyze(tmp_path / "cpu.json", "--flame", tmp_path / "gpu.folded")
     assert code == 0 and "nothing ran on a device" in err and (tmp_path / "gpu.folded").read_bytes() == b""

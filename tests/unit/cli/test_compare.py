@@ -4,15 +4,17 @@ import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from rankscope.cli.main import main
 from tests.shared_data import H200
+from tests.support.commands import Command
 
-Capture = pytest.CaptureFixture[str]
+
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "compare")
 
 
 def times(seed: int, factor: float = 1.0, steps: int = 200, noise: float = 0.02) -> list[float]:
@@ -35,48 +37,38 @@ def slower(tmp_path: Path) -> Path:
     return write(tmp_path / "b.txt", times(2, 1.05))
 
 
-def answer(words: list[object], capsys: Capture) -> dict[str, Any]:
-    assert main(["compare", *map(str, words), "--json"]) == 0
-    read = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert isinstance(read, dict)
-    return read
-
-
-def test_a_slower_run_is_told_in_a_sentence(a: Path, slower: Path, capsys: Capture) -> None:
-    assert main(["compare", str(a), str(slower)]) == 0
-    out = capsys.readouterr().out
+def test_a_slower_run_is_told_in_a_sentence(a: Path, slower: Path, compare: Command) -> None:
+    out = compare.answer(a, slower)
     assert out.startswith("B is 4.9 % slower (95 % CI 4.4 – 5.4 %), p < 0.001")
     assert "one run each" in out
 
 
-def test_the_answer_carries_effect_interval_and_significance(a: Path, slower: Path, capsys: Capture) -> None:
-    read = answer([a, slower], capsys)
+def test_the_answer_carries_effect_interval_and_significance(a: Path, slower: Path, compare: Command) -> None:
+    read = compare.json(a, slower)
     assert read["difference_ratio"] == pytest.approx(np.median(times(2, 1.05)) / np.median(times(1)) - 1)
     assert 0 < read["ci_low"] < read["difference_ratio"] < read["ci_high"]
     assert read["p_value"] < 0.001 and read["significant"] is True
     assert read["cliffs_delta"] > 0.5
     assert (read["a"]["steps"], read["b"]["steps"], read["method"]) == (200, 200, "blocks")
-    turned = answer([slower, a], capsys)
+    turned = compare.json(slower, a)
     assert turned["difference_ratio"] < 0 and turned["significant"] is True
-    assert answer([a, slower], capsys) == read
+    assert compare.json(a, slower) == read
 
 
-def test_a_run_is_not_different_from_itself(a: Path, capsys: Capture) -> None:
-    read = answer([a, a], capsys)
+def test_a_run_is_not_different_from_itself(a: Path, compare: Command) -> None:
+    read = compare.json(a, a)
     assert (read["difference_ratio"], read["p_value"], read["significant"]) == (0, 1, False)
     assert "stands on both sides" in read["notes"][0]
-    assert main(["compare", str(a), str(a)]) == 0
-    assert capsys.readouterr().out.startswith("No difference found")
+    assert compare.answer(a, a).startswith("No difference found")
 
 
-def test_a_name_that_looks_like_markup_is_a_name(tmp_path: Path, capsys: Capture) -> None:
+def test_a_name_that_looks_like_markup_is_a_name(tmp_path: Path, compare: Command) -> None:
     path = write(tmp_path / "run [bold].txt", times(1))
-    assert main(["compare", str(path), str(path)]) == 0
-    assert "[bold].txt" in " ".join(capsys.readouterr().out.split())
+    assert "[bold].txt" in " ".join(compare.answer(path, path).split())
 
 
-def test_every_way_of_writing_times_down_says_the_same(a: Path, slower: Path, tmp_path: Path, capsys: Capture) -> None:
-    expected = answer([a, slower], capsys)
+def test_every_way_of_writing_times_down_says_the_same(a: Path, slower: Path, tmp_path: Path, compare: Command) -> None:
+    expected = compare.json(a, slower)
     values = times(2, 1.05)
     rows = [f"{step},{value * 1000!r},x" for step, value in enumerate(values)]
     lines = [line for value in values for line in (json.dumps({"step_seconds": value}), '{"eval_loss": 1}')]
@@ -96,50 +88,50 @@ def test_every_way_of_writing_times_down_says_the_same(a: Path, slower: Path, tm
     steps = [{"number": number, "duration_us": value * 1e6} for number, value in enumerate(values)]
     written[-1].write_text(json.dumps({"ranks": [{"rank": rank, "steps": steps} for rank in (0, 1)]}))
     for path in written:
-        read = answer([a, path], capsys)
+        read = compare.json(a, path)
         assert read["difference_ratio"] == pytest.approx(expected["difference_ratio"], rel=1e-9), path
         assert read["b"]["steps"] == 200, path
     column = write(tmp_path / "c.csv", ["loss,mine", *(f"3,{value * 1e6!r}" for value in values)])
-    read = answer([a, column, "--column", "mine", "--unit", "us"], capsys)
+    read = compare.json(a, column, "--column", "mine", "--unit", "us")
     # The unit holds for both sides.
     assert read["b"]["median_seconds"] == pytest.approx(expected["b"]["median_seconds"])
 
 
-def test_trace_steps_are_compared_and_a_directory_is_one_run(tmp_path: Path, capsys: Capture) -> None:
+def test_trace_steps_are_compared_and_a_directory_is_one_run(tmp_path: Path, compare: Command) -> None:
     for rank in (0, 1):
         name = f"gloo_2ranks_rank{rank}.json.gz"
         (tmp_path / name).write_bytes((H200 / name).read_bytes())
-    read = answer([H200 / "nccl_world1_3steps.json.gz", tmp_path], capsys)
+    read = compare.json(H200 / "nccl_world1_3steps.json.gz", tmp_path)
     assert read["b"]["runs"] == 1
     assert read["significant"] is False and read["p_value"] is None
     assert "8 are needed" in read["reason"]
 
 
-def test_several_runs_a_side_are_compared_as_runs(tmp_path: Path, capsys: Capture) -> None:
+def test_several_runs_a_side_are_compared_as_runs(tmp_path: Path, compare: Command) -> None:
     for side, factor in (("a", 1.0), ("b", 1.2)):
         folder = tmp_path / side
         folder.mkdir()
         for run in range(4):
             write(folder / f"{run}.txt", times(run, factor * (1 + 0.02 * run), steps=40))
-    read = answer([tmp_path / "a", tmp_path / "b"], capsys)
+    read = compare.json(tmp_path / "a", tmp_path / "b")
     assert (read["method"], read["a"]["runs"], read["significant"]) == ("runs", 4, True)
     files = [tmp_path / "a" / f"{run}.txt" for run in range(4)]
-    again = answer(["--a", *files, "--b", *(tmp_path / "b" / file.name for file in files)], capsys)
+    again = compare.json("--a", *files, "--b", *(tmp_path / "b" / file.name for file in files))
     assert again["difference_ratio"] == read["difference_ratio"] == pytest.approx(0.2, abs=0.01)
-    lone = answer(["--a", *files, "--b", tmp_path / "b" / "0.txt"], capsys)
+    lone = compare.json("--a", *files, "--b", tmp_path / "b" / "0.txt")
     assert lone["ci_high"] - lone["ci_low"] > read["ci_high"] - read["ci_low"]
 
 
-def test_a_build_can_fail_on_a_slowdown(a: Path, slower: Path) -> None:
-    assert main(["compare", str(a), str(slower), "--max-regression", "3"]) == 1
-    assert main(["compare", str(a), str(slower), "--max-regression", "8%"]) == 0
-    assert main(["compare", str(slower), str(a), "--max-regression", "1%"]) == 0
+def test_a_build_can_fail_on_a_slowdown(a: Path, slower: Path, compare: Command) -> None:
+    assert compare(a, slower, "--max-regression", "3").status == 1
+    assert compare(a, slower, "--max-regression", "8%").status == 0
+    assert compare(slower, a, "--max-regression", "1%").status == 0
 
 
-def test_a_gate_that_cannot_decide_says_so(a: Path, slower: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_gate_that_cannot_decide_says_so(a: Path, slower: Path, tmp_path: Path, compare: Command) -> None:
     def gate(*words: object) -> tuple[int, str]:
-        status = main(["compare", *map(str, words), "--json"])
-        read = json.loads(capsys.readouterr().out)
+        status, out, _ = compare(*words, "--json")
+        read = json.loads(out)
         assert read["gate"]["max_regression_ratio"] == pytest.approx(float(str(words[-1]).removesuffix("%")) / 100)
         return status, read["gate"]["result"]
 
@@ -150,9 +142,9 @@ def test_a_gate_that_cannot_decide_says_so(a: Path, slower: Path, tmp_path: Path
     # As slow as before, but a slowdown of the limit would not have been seen.
     noisy = [write(tmp_path / f"{name}.txt", times(seed, 1.0, noise=0.5, steps=40)) for seed, name in enumerate("xy")]
     assert gate(*noisy, "--max-regression", "2%") == (3, "undecided")
-    assert main(["compare", *map(str, noisy), "--max-regression", "2%"]) == 3
-    assert "gate: undecided: " in (shown := capsys.readouterr().out) and "several runs each" in " ".join(shown.split())
-    assert main(["compare", str(a), str(tmp_path / "missing"), "--max-regression", "2%"]) == 2
+    shown = compare.answer(*noisy, "--max-regression", "2%", status=3)
+    assert "gate: undecided: " in shown and "several runs each" in " ".join(shown.split())
+    assert compare(a, tmp_path / "missing", "--max-regression", "2%").status == 2
 
 
 @pytest.mark.parametrize(
@@ -187,15 +179,11 @@ def test_a_gate_that_cannot_decide_says_so(a: Path, slower: Path, tmp_path: Path
     ],
 )
 def test_a_bad_file_is_one_line_and_exit_code_2(
-    content: bytes, reason: str, a: Path, tmp_path: Path, capsys: Capture
+    content: bytes, reason: str, a: Path, tmp_path: Path, compare: Command
 ) -> None:
     bad = tmp_path / "bad"
     bad.write_bytes(content)
-    assert main(["compare", str(a), str(bad)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert reason in told.err
-    assert told.err.count("\n") == 1 and told.err.startswith("error: ")
+    assert reason in compare.complaint(a, bad)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +203,8 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
     ],
 )
 def test_a_bad_question_is_one_line_and_exit_code_2(
-    words: str, reason: str, a: Path, tmp_path: Path, capsys: Capture
+    words: str, reason: str, a: Path, tmp_path: Path, compare: Command
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert main(["compare", *words.format(a=a, empty=empty).split()]) == 2
-    told = capsys.readouterr()
-    assert reason in told.err and told.err.count("\n") == 1
+    assert reason in compare.complaint(*words.format(a=a, empty=empty).split())

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.main import main
 from tests.shared_data import H200
+from tests.support.commands import Command
 
 PALM = "--params 540e9 --layers 118 --width 12288 --sequence 2048 --tokens-per-second 238300 --gpus 6144"
 LLAMA_3_8B = {
@@ -16,22 +16,19 @@ LLAMA_3_8B = {
 
 
 @pytest.fixture
+def mfu(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "mfu")
+
+
+@pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_3_8B))
     return path
 
 
-def answer(words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    assert main(["mfu", *words.split(), "--json"]) == 0
-    out = capsys.readouterr().out
-    read = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert isinstance(read, dict)
-    return read
-
-
-def test_palms_own_number(capsys: pytest.CaptureFixture[str]) -> None:
-    read = answer(f"{PALM} --peak-tflops 275", capsys)
+def test_palms_own_number(mfu: Command) -> None:
+    read = mfu.json(*f"{PALM} --peak-tflops 275".split())
     assert read["mfu_ratio"] == pytest.approx(0.462, abs=5e-5)
     assert read["model_flops_per_token"] == 6 * 540e9 + 12 * 118 * 12288 * 2048
     assert read["hfu_ratio"] == read["mfu_ratio"]
@@ -39,55 +36,53 @@ def test_palms_own_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert read["warnings"] == []
 
 
-def test_a_step_says_the_same_as_its_tokens_per_second(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_says_the_same_as_its_tokens_per_second(config: Path, mfu: Command) -> None:
     common = f"--model-config {config} --sequence 8192 --gpus 64 --gpu H100"
-    by_step = answer(f"{common} --step-seconds 4 --tokens-per-step 1048576", capsys)
-    by_speed = answer(f"{common} --tokens-per-second 262144", capsys)
+    by_step = mfu.json(*f"{common} --step-seconds 4 --tokens-per-step 1048576".split())
+    by_speed = mfu.json(*f"{common} --tokens-per-second 262144".split())
     assert by_step == by_speed
     assert by_step["parameters"] == 8_030_261_248
     assert by_step["notes"] == ["H100 is assumed to be H100 SXM"]
     flops = by_step["model_flops_per_token"]
     assert isinstance(flops, float)
-    declared = answer(f"--flops-per-token {flops!r} --gpus 64 --gpu H100 --tokens-per-second 262144", capsys)
+    declared = mfu.json(*f"--flops-per-token {flops!r} --gpus 64 --gpu H100 --tokens-per-second 262144".split())
     assert declared["mfu_ratio"] == by_step["mfu_ratio"]
-    of_step = answer(f"--flops-per-step {flops * 1048576!r} --gpus 64 --gpu H100 --step-seconds 4", capsys)
+    of_step = mfu.json(*f"--flops-per-step {flops * 1048576!r} --gpus 64 --gpu H100 --step-seconds 4".split())
     assert of_step["mfu_ratio"] == pytest.approx(by_step["mfu_ratio"], rel=1e-14)
     assert of_step["model_flops_per_token"] is None
 
 
-def test_numbers_may_be_written_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
-    one = answer("--params 8.03B --layers 32 --width 4_096 --sequence 8,192", capsys)
+def test_numbers_may_be_written_as_people_write_them(mfu: Command) -> None:
+    one = mfu.json("--params", "8.03B", "--layers", 32, "--width", "4_096", "--sequence", "8,192")
     assert one["model_flops_per_token"] == 6 * 8.03e9 + 12 * 32 * 4096 * 8192
     assert one["mfu_ratio"] is None
 
 
-def test_an_impossible_mfu_is_printed_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_mfu_is_printed_with_a_warning(mfu: Command) -> None:
     words = f"{PALM} --peak-tflops 27.5"
-    assert main(["mfu", *words.split()]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(mfu.answer(*words.split()).split())
     assert "MFU 462.0%" in out
     assert "impossible: an input must be wrong" in out
-    assert answer(words, capsys)["warnings"]
+    assert mfu.json(*words.split())["warnings"]
 
 
-def test_memory_is_told_per_gpu_and_part(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    read = answer(f"--model-config {config} --sequence 4096 --memory --dp 8 --zero 3 --recompute full", capsys)
+def test_memory_is_told_per_gpu_and_part(config: Path, mfu: Command) -> None:
+    read = mfu.json(*f"--model-config {config} --sequence 4096 --memory --dp 8 --zero 3 --recompute full".split())
     memory = read["memory"]
     assert isinstance(memory, dict)
     assert memory["per_gpu"]["parameter_bytes"] == 8_030_261_248 * 2 / 8
     assert memory["per_gpu"]["optimizer_bytes"] == 8_030_261_248 * 12 / 8
-    assert main(["mfu", "--model-config", str(config), "--sequence", "4096", "--memory", "--pp", "4"]) == 0
-    assert "stage 0, the fullest" in capsys.readouterr().out
+    assert "stage 0, the fullest" in mfu.answer("--model-config", config, "--sequence", 4096, "--memory", "--pp", 4)
 
 
-def test_the_peaks_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    gpus = answer("--list-gpus", capsys)["gpus"]
+def test_the_peaks_can_be_listed(mfu: Command) -> None:
+    gpus = mfu.json("--list-gpus")["gpus"]
     assert isinstance(gpus, dict)
     assert gpus["H100 SXM"]["bf16"] == 989.0
     assert gpus["T4"]["fp8"] is None
 
 
-def test_a_trace_tells_who_held_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_tells_who_held_its_memory(tmp_path: Path, mfu: Command) -> None:
     def memory(ts: float, change: int, total: int) -> dict[str, object]:
         told = {"Bytes": change, "Total Allocated": total, "Total Reserved": 4096, "Device Type": 1, "Device Id": 0}
         return {
@@ -105,16 +100,14 @@ def test_a_trace_tells_who_held_its_memory(tmp_path: Path, capsys: pytest.Captur
     operation = {"ph": "X", "cat": "cpu_op", "name": hostile, "pid": 1, "tid": 1, "ts": 10.0, "dur": 10.0, "args": {}}
     path = tmp_path / "t[bold].json"
     path.write_text(json.dumps({"traceEvents": [operation, memory(12.0, 1024, 3072), memory(30.0, -1024, 2048)]}))
-    told = answer(f"--memory-trace {path}", capsys)["memory"]
+    told = mfu.json(*f"--memory-trace {path}".split())["memory"]
     assert isinstance(told, list)
     (held,) = told
     assert (held["peak_allocated_bytes"], held["before_trace_bytes"], held["forward_bytes"]) == (3072, 2048, 1024)
     assert held["fragmentation_ratio"] == 0.25
     assert held["holders"] == [{"name": hostile, "size_bytes": 1024, "blocks": 1}]
-    assert main(["mfu", "--memory-trace", str(path)]) == 0
-    assert hostile in capsys.readouterr().out
-    assert main(["mfu", "--memory-trace", str(H200 / "nccl_world1_3steps.json.gz")]) == 2
-    assert "profile_memory=True" in capsys.readouterr().err
+    assert hostile in mfu.answer("--memory-trace", path)
+    assert "profile_memory=True" in mfu.complaint("--memory-trace", H200 / "nccl_world1_3steps.json.gz")
 
 
 SHAPE = "--params 8B --layers 32 --width 4096 --sequence 8192"
@@ -152,16 +145,10 @@ SHAPE = "--params 8B --layers 32 --width 4096 --sequence 8192"
         ("--model-config {folder}/list", "not a JSON object"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    words: str, reason: str, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(words: str, reason: str, config: Path, mfu: Command) -> None:
     folder = config.parent
     (folder / "binary").write_bytes(bytes(range(256)))
     (folder / "empty").write_bytes(b"")
     (folder / "deep").write_text("[" * 200_000)
     (folder / "list").write_text("[1]")
-    assert main(["mfu", *words.format(config=config, folder=folder).split()]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert reason in told.err
-    assert told.err.count("\n") == 1 and told.err.startswith("error: ")
+    assert reason in mfu.complaint(*words.format(config=config, folder=folder).split())

@@ -10,25 +10,13 @@ from typing import Any
 import pytest
 
 from rankscope.analysis.replay.changes import CHANGES
-from rankscope.cli.main import main
 from tests.shared_data import H200, ROOT
+from tests.support.commands import Command
 
 LAUNCH_BOUND = H200 / "launch_bound.json.gz"
 MATRIX_BOUND = H200 / "matrix_bound.json.gz"
 STRAGGLER = sorted(H200.glob("ddp_straggler_rank*.json.gz"))
 MEASURED_STEP = ("--step-ms", "14.75")
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
-    assert main(["predict", *map(str, words)]) == status
-    return capsys.readouterr().out
-
-
-def complaint(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert main(["predict", *map(str, words)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and "next step: " in err
-    return err
 
 
 def delayed(path: Path) -> Path:
@@ -50,8 +38,8 @@ def delayed(path: Path) -> Path:
     return path
 
 
-def test_changes_are_ranked_by_what_they_bring(capsys: pytest.CaptureFixture[str]) -> None:
-    out = answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
+def test_changes_are_ranked_by_what_they_bring(predict: Command) -> None:
+    out = predict.answer(LAUNCH_BOUND, *MEASURED_STEP)
     assert "of the step would be saved if a step is launched as one CUDA graph and the optimizer is one kernel" in out
     table = out.split("\n\n")[1].splitlines()
     assert [line.split()[0] for line in table[1:]] == [
@@ -62,52 +50,50 @@ def test_changes_are_ranked_by_what_they_bring(capsys: pytest.CaptureFixture[str
     assert "input: no step waits for its input" in out
 
 
-def test_the_ranks_of_a_job_are_replayed_together(capsys: pytest.CaptureFixture[str]) -> None:
-    out = answer(capsys, *STRAGGLER, "--with", "even", "--step-ms", "27.26")
+def test_the_ranks_of_a_job_are_replayed_together(predict: Command) -> None:
+    out = predict.answer(*STRAGGLER, "--with", "even", "--step-ms", "27.26")
     assert "was recorded on 4 ranks" in out
     assert "saved if the slowest rank works like its peers" in out
 
 
-def test_host_time_slowed_by_the_profiler_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "33 to 100 % of its recorded time; give --step-ms MS" in answer(capsys, LAUNCH_BOUND)
-    assert "without the profiler the host takes 62" in answer(capsys, LAUNCH_BOUND, *MEASURED_STEP)
+def test_host_time_slowed_by_the_profiler_is_said(predict: Command) -> None:
+    assert "33 to 100 % of its recorded time; give --step-ms MS" in predict.answer(LAUNCH_BOUND)
+    assert "without the profiler the host takes 62" in predict.answer(LAUNCH_BOUND, *MEASURED_STEP)
 
 
-def test_a_busy_device_says_nothing_about_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "of its recorded time; the step does not depend on it" in answer(capsys, LAUNCH_BOUND, "--step-ms", "2")
+def test_a_busy_device_says_nothing_about_the_host(predict: Command) -> None:
+    assert "of its recorded time; the step does not depend on it" in predict.answer(LAUNCH_BOUND, "--step-ms", "2")
 
 
-def test_kernels_and_buckets_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    read = json.loads(answer(capsys, MATRIX_BOUND, "--with", "gemm*2,bucket50,tf32+bf16", "--json"))
+def test_kernels_and_buckets_can_be_named(predict: Command) -> None:
+    read = predict.json(MATRIX_BOUND, "--with", "gemm*2,bucket50,tf32+bf16")
     found = {one["name"]: one for one in read["predictions"]}
     assert 0.40 < found["gemm*2"]["gain_ratio"] < 0.45
     assert found["bucket50"]["reason"] == "the trace shows no buckets of DDP"
     assert found["tf32+bf16"]["reason"] == "one takes the place of the other"
 
 
-def test_nothing_to_gain_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "None of these changes would shorten the step." in answer(capsys, LAUNCH_BOUND, "--with", "input")
+def test_nothing_to_gain_is_said(predict: Command) -> None:
+    assert "None of these changes would shorten the step." in predict.answer(LAUNCH_BOUND, "--with", "input")
 
 
-def test_what_does_not_replay_is_not_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_does_not_replay_is_not_predicted(predict: Command, tmp_path: Path) -> None:
     path = delayed(tmp_path / "trace.json.gz")
-    out = answer(capsys, path, status=3)
+    out = predict.answer(path, status=3)
     assert "Cannot be predicted." in out and "It drifts apart before stuck." in out
-    read = json.loads(answer(capsys, path, "--json", status=3))
+    read = predict.json(path, status=3)
     assert (read["usable"], read["predictions"]) == (False, [])
 
 
-def test_the_list_names_every_change(capsys: pytest.CaptureFixture[str]) -> None:
-    out = answer(capsys, "--list")
+def test_the_list_names_every_change(predict: Command) -> None:
+    out = predict.answer("--list")
     assert all(f"{change.name} " in out and change.remedy in out for change in CHANGES)
-    assert [one["name"] for one in json.loads(answer(capsys, "--list", "--json"))["changes"]] == [
-        one.name for one in CHANGES
-    ]
+    assert [one["name"] for one in predict.json("--list")["changes"]] == [one.name for one in CHANGES]
 
 
-def test_every_key_and_change_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_and_change_is_documented(predict: Command) -> None:
     page = (ROOT / "docs" / "predict.md").read_text()
-    read = json.loads(answer(capsys, LAUNCH_BOUND, "--json"))
+    read = predict.json(STRAGGLER[0])
     keys = {*read, *read["predictions"][0], *read["predictions"][0]["changes"][0]}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
     first_cells = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
@@ -118,21 +104,21 @@ def test_every_key_and_change_is_documented(capsys: pytest.CaptureFixture[str]) 
     ("words", "reason"),
     [
         ((), "no trace is named"),
-        ((LAUNCH_BOUND, "--with", "magic"), "--with magic: there is no such change"),
-        ((LAUNCH_BOUND, "--with", "fused*2*2"), "--with fused*2*2: there is no such change"),
-        ((LAUNCH_BOUND, "--with", "gemm*0"), "--with gemm*0: there is no such change"),
-        ((LAUNCH_BOUND, "--with", "bucket0"), "--with bucket0: there is no such change"),
-        ((LAUNCH_BOUND, "--step-ms", "0"), "a step takes longer than nothing"),
-        ((LAUNCH_BOUND, "--step-ms", "nan"), "a step takes longer than nothing"),
+        ((STRAGGLER[0], "--with", "magic"), "--with magic: there is no such change"),
+        ((STRAGGLER[0], "--with", "fused*2*2"), "--with fused*2*2: there is no such change"),
+        ((STRAGGLER[0], "--with", "gemm*0"), "--with gemm*0: there is no such change"),
+        ((STRAGGLER[0], "--with", "bucket0"), "--with bucket0: there is no such change"),
+        ((STRAGGLER[0], "--step-ms", "0"), "a step takes longer than nothing"),
+        ((STRAGGLER[0], "--step-ms", "nan"), "a step takes longer than nothing"),
         ((H200 / "nccl_world1_3steps.json.gz",), "no step was recorded as a whole"),
     ],
 )
-def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], words: tuple[object, ...], reason: str) -> None:
-    assert reason in complaint(capsys, *words)
+def test_mistakes_are_explained(predict: Command, words: tuple[object, ...], reason: str) -> None:
+    error = predict.complaint(*words)
+    assert reason in error and "next step: " in error
 
 
-def test_broken_files_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_broken_files_are_named(predict: Command, tmp_path: Path) -> None:
     broken = tmp_path / "trace.json"
     broken.write_text("not a trace")
-    assert main(["predict", str(broken)]) == 2
-    assert str(broken) in capsys.readouterr().err
+    assert str(broken) in predict.complaint(broken)

@@ -6,15 +6,13 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from rankscope.analysis.replay.changes import CHANGES
 from rankscope.analysis.replay.prediction import Forecast, forecast
 from rankscope.analysis.replay.step_timeline import StepTimelines
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.main import main
 from rankscope.cli.predict_page import MAX_AFTER, make_page
 from tests.shared_data import H200
+from tests.support.commands import Command
 from tests.unit.analysis.replay.made_steps import Machine, device_bound, launch_bound
 from tests.unit.cli.test_predict import delayed
 
@@ -85,26 +83,24 @@ def test_a_page_stays_small() -> None:
     assert len(page) < 700_000 * page.count("<svg")
 
 
-def test_the_command_writes_the_page_beside_its_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_writes_the_page_beside_its_answer(predict: Command, tmp_path: Path) -> None:
     path = tmp_path / "step.html"
-    assert main(["predict", str(LAUNCH_BOUND), "--step-ms", "14.75", "--html", str(path), "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["usable"] and f"wrote {path}" in err
+    said = predict(LAUNCH_BOUND, "--step-ms", "14.75", "--html", path, "--json")
+    assert said.status == 0 and json.loads(said.out)["usable"] and f"wrote {path}" in said.err
     page = path.read_text()
     assert page.startswith("<!doctype html>") and "Without the profiler the host takes 62" in page
     assert "With graph+fused: step " in page and "Before: step 4, 14.7 ms" in page
 
 
-def test_what_does_not_replay_has_no_step_after(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_does_not_replay_has_no_step_after(predict: Command, tmp_path: Path) -> None:
     path = tmp_path / "step.html"
-    assert main(["predict", str(delayed(tmp_path / "trace.json.gz")), "--html", str(path)]) == 3
+    predict.answer(delayed(tmp_path / "trace.json.gz"), "--html", path, status=3)
     page = path.read_text()
     assert "Cannot be predicted." in page and "It drifts apart before stuck." in page
     assert "Recorded: step 1, 30 ms" in page and "Replayed: step 1, 10.0 ms" in page
     assert "With " not in page and 'type="radio"' not in page
 
 
-def test_a_page_that_cannot_be_written_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["predict", str(LAUNCH_BOUND), "--html", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and str(tmp_path) in err and "next step: " in err
+def test_a_page_that_cannot_be_written_is_explained(predict: Command, tmp_path: Path) -> None:
+    error = predict.complaint(LAUNCH_BOUND, "--html", tmp_path)
+    assert str(tmp_path) in error and "next step: " in error

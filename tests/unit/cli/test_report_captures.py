@@ -24,29 +24,22 @@ from rankscope.analysis.traces.capture_report import (
 from rankscope.cli.main import main
 from rankscope.cli.report_captures import read_part
 from tests.shared_data import H200, ROOT
+from tests.support.commands import Command
 from tests.support.rank_traces import write_ranks
 
 GLOO = [H200 / f"gloo_2ranks_rank{rank}.json.gz" for rank in (0, 1)]
 HOSTILE = "\x1b[31mred\x1b[0m\u0000"
 
 
-def _run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    code = main(["report", "captures", *map(str, words)])
-    captured = capfd.readouterr()
-    return code, captured.out, captured.err
-
-
-def _json(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    code, out, _ = _run(capfd, *words, "--json")
-    assert code == 0
-    found: dict[str, Any] = json.loads(out)
-    return found
-
-
 @pytest.fixture
-def captures(tmp_path: Path) -> Path:
+def report(capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(capfd, "report", "captures")
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of three runs: one without a fault, one whose rank 5 is slow, one on CPUs."""
-    folder = tmp_path / "captures"
+    folder = tmp_path_factory.mktemp("captures")
     for number in range(6):
         write_ranks(folder / "steady" / f"c{number}", 2, kernel=f"kernel_{number % 2}")
     for number in range(3):
@@ -57,8 +50,17 @@ def captures(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_report_counts_every_capture_run_and_rank(captures: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = _json(capfd, captures)
+@pytest.fixture(scope="module")
+def alone(captures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report that one process makes of all captures."""
+    path = tmp_path_factory.mktemp("alone") / "report.json"
+    assert main(["report", "captures", str(captures), "--output", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_report_counts_every_capture_run_and_rank(alone: dict[str, Any]) -> None:
+    found = alone
     assert (found["captures"], found["ranks"]) == (10, 6 * 2 + 3 * 8 + 2)
     assert {run["run"]: run["captures"] for run in found["runs"]} == {"steady": 6, "late": 3, "host": 1}
     assert sum(found["shares"].values()) == pytest.approx(1.0)
@@ -74,52 +76,55 @@ def test_a_report_counts_every_capture_run_and_rank(captures: Path, capfd: pytes
     assert (kernels["kernel_0"], kernels["kernel_1"], kernels["nvjet_sm90_gemm"]) == (3, 3, 3)
 
 
-def test_joined_shards_equal_one_process(captures: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    alone = _json(capfd, captures)
+def test_joined_shards_equal_one_process(
+    captures: Path, alone: dict[str, Any], tmp_path: Path, report: Command
+) -> None:
     parts = tmp_path / "parts"
     for shard in (2, 0, 3):
-        code, out, err = _run(capfd, captures, "--shards", 4, "--shard", shard, "--parts", parts)
+        code, out, err = report(captures, "--shards", 4, "--shard", shard, "--parts", parts)
         assert (code, out) == (0, ""), err
         assert "the worker that ends last reports" in err
-    assert _json(capfd, captures, "--shards", 4, "--shard", 1, "--parts", parts) == alone, "the last one reports"
-    assert _json(capfd, "--parts", parts) == alone
+    assert report.json(captures, "--shards", 4, "--shard", 1, "--parts", parts, is_quiet=False) == alone, (
+        "the last one reports"
+    )
+    assert report.json("--parts", parts, is_quiet=False) == alone
     rows = [len(read_part(path)[1]) for path in sorted(parts.iterdir())]
     assert sum(rows) == 10 and max(rows) < 10, rows
 
 
 def test_captures_mounted_elsewhere_are_in_the_same_shard(
-    captures: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    captures: Path, alone: dict[str, Any], tmp_path: Path, report: Command
 ) -> None:
-    alone = _json(capfd, captures)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.symlink_to(captures)
     for shard, place in enumerate((captures, elsewhere)):
-        _run(capfd, place, "--shards", 2, "--shard", shard, "--parts", tmp_path / "parts")
-    assert _json(capfd, "--parts", tmp_path / "parts") == alone
+        report(place, "--shards", 2, "--shard", shard, "--parts", tmp_path / "parts")
+    assert report.json("--parts", tmp_path / "parts") == alone
 
 
 def test_an_indexed_job_numbers_its_workers(
-    captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    captures: Path, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Command
 ) -> None:
-    alone = _json(capfd, captures)
-    report = tmp_path / "report.json"
+    path = tmp_path / "report.json"
     monkeypatch.setitem(sys.modules, "rich", None)  # which the image of the workers does not have
     monkeypatch.delitem(sys.modules, "rankscope.cli.terminal", raising=False)
     monkeypatch.delitem(sys.modules, "rankscope.cli.report_captures", raising=False)
     for index in ("1", "0"):
         monkeypatch.setenv("JOB_COMPLETION_INDEX", index)
-        code, out, err = _run(capfd, captures, "--shards", 2, "--parts", tmp_path / "parts", "--output", report)
+        code, out, err = report(captures, "--shards", 2, "--parts", tmp_path / "parts", "--output", path)
         assert (code, out) == (0, ""), err
-        assert report.exists() == (index == "0")
-    assert json.loads(report.read_text()) == alone
+        assert path.exists() == (index == "0")
+    assert json.loads(path.read_text()) == alone
 
 
-def test_a_broken_file_is_named_and_left_out(captures: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    alone = _json(capfd, captures)
+def test_a_broken_file_is_named_and_left_out(
+    captures: Path, alone: dict[str, Any], tmp_path: Path, report: Command
+) -> None:
+    captures = Path(shutil.copytree(captures, tmp_path / "captures"))
     (captures / "steady" / "c0" / "rank-9.json").write_text("no trace")
     (captures / "torn").mkdir()
     (captures / "torn" / "rank-0.json.gz").write_bytes(b"\x1f\x8b")
-    code, out, err = _run(capfd, captures, "--json")
+    code, out, err = report(captures, "--json")
     found = json.loads(out)
     assert code == 0
     assert len(found["broken"]) == 2 and "rank-9.json" in found["broken"][0] + found["broken"][1]
@@ -127,9 +132,9 @@ def test_a_broken_file_is_named_and_left_out(captures: Path, capfd: pytest.Captu
     assert {**found, "broken": []} == alone
 
 
-def test_text_of_a_trace_cannot_control_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_of_a_trace_cannot_control_the_terminal(tmp_path: Path, report: Command) -> None:
     write_ranks(tmp_path / f"run{HOSTILE[:-1]}" / "c", 1, kernel=f"kernel{HOSTILE}")
-    code, out, err = _run(capfd, tmp_path)
+    code, out, err = report(tmp_path)
     assert code == 0
     assert "\x1b" not in out + err and "\0" not in out + err
     assert "1 capture of 1 run, 1 rank" in out
@@ -151,30 +156,24 @@ def test_text_of_a_trace_cannot_control_the_terminal(tmp_path: Path, capfd: pyte
     ],
 )
 def test_an_error_says_the_next_step(
-    words: tuple[str, ...],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
     write_ranks(tmp_path / "captures" / "c", 1)
-    code, _, err = _run(capfd, *words)
+    code, _, err = report(*words)
     assert code == 2
     assert said in err, err
 
 
-def test_parts_that_do_not_make_a_whole_are_refused(
-    captures: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_that_do_not_make_a_whole_are_refused(captures: Path, tmp_path: Path, report: Command) -> None:
     parts = tmp_path / "parts"
-    _run(capfd, captures, "--shards", 2, "--shard", 0, "--parts", parts)
-    assert "shard 1 of 2 is missing" in _run(capfd, "--parts", parts)[2]
-    _run(capfd, captures, "--shards", 3, "--shard", 1, "--parts", parts)
-    assert "parts of 2 and 3 shards" in _run(capfd, "--parts", parts)[2]
+    report(captures, "--shards", 2, "--shard", 0, "--parts", parts)
+    assert "shard 1 of 2 is missing" in report("--parts", parts)[2]
+    report(captures, "--shards", 3, "--shard", 1, "--parts", parts)
+    assert "parts of 2 and 3 shards" in report("--parts", parts)[2]
     (parts / "part-1-of-3.jsonl").write_text('{"shard": 1}\n')
-    assert "part-1-of-3.jsonl: not a part of a report" in _run(capfd, "--parts", parts)[2]
+    assert "part-1-of-3.jsonl: not a part of a report" in report("--parts", parts)[2]
 
 
 def test_a_report_does_not_depend_on_the_order_of_rows(captures: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.collectives.flight_recorder.tail import make_tail
@@ -123,7 +123,6 @@ def test_a_report_of_as_many_places_as_ranks_is_bounded() -> None:
     assert len(report.places) == MAX_PLACES and "more places are left out" in report.problems[-1]
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.integers(0, 70), st.binary() | st.just(make_tail(hung_job()[0])), max_size=4), st.text())
 def test_garbage_in_tails_and_texts_makes_a_printable_report(tails: dict[int, bytes], text: str) -> None:
     hostile = f"\x1b[2J<script>\n{text}"

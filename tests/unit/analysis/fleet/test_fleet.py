@@ -73,10 +73,6 @@ def named(run: str, node: str, hours: float, gpu: str = "g", phase: str = "forwa
     return (*key(run), node, gpu, phase, bound, "slow_rank"), hours
 
 
-def suspected(report: FleetReport) -> list[str]:
-    return [one.node for one in report.hardware]
-
-
 def test_figures_add_up_by_any_labels() -> None:
     figures = Figures.of(("a", "b"), {("x", "1"): 1.0, ("x", "2"): 2.0, ("y", "1"): 4.0})
     assert figures.sums("a") == {("x",): 3.0, ("y",): 4.0}

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.models.batch_size import MAX_BATCH, BatchError, BatchModel, Point, answer, fit
@@ -159,7 +159,6 @@ POINTS = st.builds(Point, st.integers(1, MAX_BATCH), AMOUNTS, st.none() | AMOUNT
 
 
 @given(st.lists(POINTS, min_size=2, max_size=6, unique_by=lambda point: point.batch), st.none() | AMOUNTS)
-@settings(max_examples=300, deadline=None)
 def test_whatever_was_measured_the_answers_are_numbers(points: list[Point], device_bytes: float | None) -> None:
     model = fit(points)
     found = answer(model, device_bytes)

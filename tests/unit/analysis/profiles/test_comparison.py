@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.profiles.comparison import FrameExcess, compare, sentence
@@ -85,15 +85,14 @@ def test_time_counts_and_not_samples() -> None:
 def test_equal_jobs_are_seldom_told_apart() -> None:
     chosen = random.Random(17)
     findings = 0
-    for _ in range(200):
+    for _ in range(100):
         samples = chosen.choice([600, 3000, 6000])
         peers = merge([job(chosen, samples, rank) for rank in (0, 1, 2)])
         findings += bool(compare(job(chosen, samples, 3), peers).excesses)
         findings += bool(compare(job(chosen, samples, 3), job(chosen, samples, 3)).excesses)
-    assert findings <= 4  # of 400
+    assert findings <= 2  # of 200
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from([6000, 12000]), st.floats(0.4, 0.9))
 def test_a_clear_difference_is_always_found(seed: int, samples: int, slow: float) -> None:
     chosen = random.Random(seed)
@@ -102,7 +101,6 @@ def test_a_clear_difference_is_always_found(seed: int, samples: int, slow: float
     assert found and found[0].frame == LOAD and found[0].reference_share == 0.0
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(1, 3000))
 def test_a_profile_has_nothing_in_excess_of_itself(seed: int, samples: int) -> None:
     one = job(random.Random(seed), samples, 0)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
@@ -56,7 +56,6 @@ SOME_EVENTS = st.lists(
 
 
 @given(SOME_EVENTS, st.integers(0, 3))
-@settings(max_examples=150)
 def test_parts_add_up_to_the_span_whatever_the_trace(some_events: list[Event], step_count: int) -> None:
     events = some_events + [(f"ProfilerStep#{number}", MARK, 20 * number, 20) for number in range(step_count)]
     trace = make_trace(events)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.traces.breakdown import break_down
@@ -133,7 +133,6 @@ def test_ranks_that_share_too_few_steps_have_no_common_run() -> None:
     assert common_run({}, 1) is None
 
 
-@settings(max_examples=100)
 @given(
     begins=st.lists(st.floats(0.0, 250.0), min_size=2, max_size=6),
     jitters=st.lists(st.floats(-20.0, 20.0), min_size=6, max_size=6),

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.traces.breakdown import Parts, break_down
@@ -118,7 +118,6 @@ def of(parts: Parts) -> Parts:
 
 
 @given(SOME_WORK, st.lists(st.integers(0, 20_000_000), max_size=4, unique=True), st.sampled_from(BEGINNINGS_NS))
-@settings(max_examples=100)
 def test_a_breakdown_equals_an_event_sweep_to_the_nanosecond(work: list[Work], steps: list[int], first_ns: int) -> None:
     trace = read_trace(written(work, sorted(steps), first_ns))
     found = break_down(trace)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.profiles.frames import KERNEL, NATIVE, PYTHON, Frame
@@ -208,7 +208,6 @@ TREES = st.recursive(
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), TREES), max_size=4))
-@settings(max_examples=60, deadline=None)
 def test_nested_spans_give_the_stacks_that_they_were_made_of(threads: list[tuple[int, Tree]]) -> None:
     events: list[Event] = []
     expected = Counter[tuple[str, ...]]()
@@ -241,7 +240,6 @@ TIMES = st.integers(0, 12)
 
 
 @given(st.lists(st.tuples(CATEGORIES, TIMES, TIMES, st.integers(0, 4), st.integers(1, 2)), max_size=40))
-@settings(max_examples=150, deadline=None)
 def test_spans_that_cross_and_numbers_that_repeat_lose_no_time(rows: list[tuple[str, int, int, int, int]]) -> None:
     events: list[Event] = []
     for category, start, duration, number, thread in rows:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.traces.kernel_stacks import kernel_profile
@@ -190,7 +190,6 @@ TIMES = st.integers(0, 12)
 
 
 @given(st.lists(st.tuples(CATEGORIES, NAMES, TIMES, TIMES, st.integers(1, 3)), max_size=40), st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_whatever_is_nested_the_shares_add_up(rows: list[tuple[Any, ...]], has_addresses: bool) -> None:
     events: list[Event] = [span("train.py(9): main", "python_function", 0, 50), kernel("k", 1, 1, 0)]
     for category, name, start, long, thread in rows:

@@ -16,9 +16,8 @@ from rankscope.analysis.verdicts.rules import Damper
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import RankColumns, Stall
-from tests.unit.analysis.device_jobs import WINDOW_SECONDS, DeviceJob, told, watch
-from tests.unit.analysis.synthetic import SyntheticJob
-from tests.unit.analysis.synthetic import watch as watch_host
+from tests.unit.analysis.device_jobs import WINDOW_SECONDS, DeviceJob, told
+from tests.unit.analysis.synthetic import SyntheticJob, watch, watch_each
 
 HEALTHY = DeviceJob()
 LATE = HEALTHY.but(late={2: 0.060})
@@ -57,8 +56,8 @@ def test_the_right_finding_comes_first_and_alarms_within_15_seconds(
     fault: DeviceJob, begins_at: float, synchronises: bool
 ) -> None:
     before, fault = HEALTHY.but(synchronises=synchronises), fault.but(synchronises=synchronises)
-    for seed in range(3):
-        verdicts = watch((before, 10), (fault.but(begins_at=begins_at), 1), (fault, 10), seed=seed)
+    begun = fault.but(begins_at=begins_at)
+    for verdicts in watch_each((before, 10), (begun, 1), (fault, 10), seeds=range(3)):
         assert told(verdicts) == ["insufficient_data", "healthy", "slow_rank"]
         assert {verdict.culprits for verdict in verdicts} == {(), (2,)}
         alarmed = next(number for number, verdict in enumerate(verdicts) if verdict.is_alarm)
@@ -80,7 +79,7 @@ def test_waiting_caused_by_one_rank_is_not_uneven_data() -> None:
 
 def test_a_slow_rank_replaces_uneven_data_within_15_seconds() -> None:
     uneven = SyntheticJob(data=8, uneven=0.4)
-    verdicts = watch_host((uneven, 8), (uneven.but(uneven=0.02, slow_ranks={3: 2.0}), 7))
+    verdicts = watch((uneven, 8), (uneven.but(uneven=0.02, slow_ranks={3: 2.0}), 7))
     assert verdicts[7].kind is Kind.DATA_IMBALANCE and verdicts[7].is_alarm
     assert (verdicts[-1].kind, verdicts[-1].culprits, verdicts[-1].is_alarm) == (Kind.SLOW_RANK, (3,), True)
     assert told(verdicts)[-2:] == ["data_imbalance", "slow_rank"]

@@ -11,7 +11,8 @@ import pytest
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Severity
 from rankscope.analysis.verdicts.windows import FrameSeen, GpuEvidence, RankEvidence, StackProfile
-from tests.unit.analysis.device_jobs import DeviceJob, profile, told, watch
+from tests.unit.analysis.device_jobs import DeviceJob, profile, told
+from tests.unit.analysis.synthetic import watch, watch_each
 
 HEALTHY = DeviceJob()
 LOOPS = pytest.mark.parametrize("synchronises", [True, False], ids=["synchronised", "asynchronous"])
@@ -48,9 +49,8 @@ def lines(cause: Cause) -> list[int]:
 
 @LOOPS
 def test_a_healthy_device_job_raises_nothing(synchronises: bool) -> None:
-    for seed in range(4):
-        job = HEALTHY.but(synchronises=synchronises, noise=0.01)
-        assert told(watch((job, 60), seed=seed)) == ["insufficient_data", "healthy"]
+    for verdicts in watch_each((HEALTHY.but(synchronises=synchronises, noise=0.01), 60), seeds=range(4)):
+        assert told(verdicts) == ["insufficient_data", "healthy"]
 
 
 def test_ranges_of_a_healthy_job_raise_nothing() -> None:
@@ -68,8 +68,7 @@ def test_a_slow_device_has_no_range() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_a_small_spread_that_changes_by_window_raises_nothing(ranks: int) -> None:
-    for seed in range(4):
-        verdicts = watch((HEALTHY.but(ranks=ranks, noise=0.015), 100), seed=seed)
+    for verdicts in watch_each((HEALTHY.but(ranks=ranks, noise=0.015), 100), seeds=range(4)):
         assert not any(verdict.kind.is_finding for verdict in verdicts)
 
 

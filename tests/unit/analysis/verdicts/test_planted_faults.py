@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.verdicts.verdict import Kind
@@ -21,16 +21,11 @@ def jobs(draw: st.DrawFn) -> SyntheticJob:
     )
 
 
-many = settings(max_examples=40)
-
-
-@many
 @given(job=jobs(), seed=st.integers(0, 2**32 - 1))
 def test_nothing_is_found_where_nothing_was_planted(job: SyntheticJob, seed: int) -> None:
     assert not any(verdict.is_alarm for verdict in watch((job, 12), seed=seed))
 
 
-@many
 @given(job=jobs(), seed=st.integers(0, 2**32 - 1), factor=st.floats(1.25, 4.0), data=st.data())
 def test_the_planted_rank_is_named_and_no_other(
     job: SyntheticJob, seed: int, factor: float, data: st.DataObject
@@ -41,7 +36,6 @@ def test_the_planted_rank_is_named_and_no_other(
     assert {verdict.culprits for verdict in verdicts} <= {(), (culprit,)}
 
 
-@many
 @given(job=jobs(), seed=st.integers(0, 2**32 - 1), factor=st.floats(1.3, 3.0), data=st.data())
 def test_the_planted_stage_is_named_and_no_single_rank(
     job: SyntheticJob, seed: int, factor: float, data: st.DataObject
@@ -53,7 +47,6 @@ def test_the_planted_stage_is_named_and_no_single_rank(
     assert verdict.culprits == tuple(r for r in range(job.world_size) if job.stage_of(r) == stage)
 
 
-@many
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(8, 64))
 def test_uneven_data_never_names_a_rank(seed: int, ranks: int) -> None:
     assert all(verdict.culprits == () for verdict in watch((SyntheticJob(data=ranks, uneven=0.25), 12), seed=seed))

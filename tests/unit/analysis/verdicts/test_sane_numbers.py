@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.verdicts.detector import FleetDetector
@@ -86,7 +86,6 @@ def tables(draw: st.DrawFn) -> list[RankColumns]:
     return [odd if is_odd else usual for is_odd in draw(st.lists(st.booleans(), min_size=4, max_size=12))]
 
 
-@settings(max_examples=150)
 @given(windows=tables(), target=st.sampled_from([None, 0.4]))
 def test_odd_columns_make_no_warning_and_no_odd_number(windows: list[RankColumns], target: float | None) -> None:
     # The rest is no measurement: the correlation leaves it out.
@@ -108,13 +107,17 @@ def _can_be_sent(values: np.ndarray) -> bool:
 @pytest.mark.parametrize("value", ODD, ids=str)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_column_of_nothing_but_one_number(value: float, on_device: bool) -> None:
+    """A job for each column."""
     job = DeviceJob() if on_device else SyntheticJob()
-    for name in MEASURED:
-        fleet, random = FleetDetector(Policy(mfu_target_ratio=0.4)), np.random.default_rng(0)
-        for number in range(8):
-            window = job.window(random, number, evidence_of(4))
-            columns = replace(window.columns, **{name: np.full(4, value)}) if number > 3 else window.columns
-            check(fleet.evaluate({"job": replace(window, columns=columns)})["job"], len(columns))
+    fleet, random = FleetDetector(Policy(mfu_target_ratio=0.4)), np.random.default_rng(0)
+    for number in range(8):
+        window = job.window(random, number, evidence_of(4))
+        windows = dict.fromkeys(MEASURED, window)
+        if number > 3:
+            odd = np.full(4, value)
+            windows = {name: replace(window, columns=replace(window.columns, **{name: odd})) for name in MEASURED}
+        for verdict in fleet.evaluate(windows).values():
+            check(verdict, 4)
 
 
 @pytest.mark.parametrize("victims", [0.0, 1e-12])

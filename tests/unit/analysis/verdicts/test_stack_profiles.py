@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.profiles.comparison import compare
@@ -133,7 +133,6 @@ def test_the_history_of_a_rank_is_bounded() -> None:
     assert any(frame.line == 88 and frame.share == pytest.approx(0.41) for frame in known.frames)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.one_of(st.sampled_from(ODD), st.floats()), min_size=4, max_size=4),
     st.integers(0, 2**32 - 1),

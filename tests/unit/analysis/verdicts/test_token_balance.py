@@ -22,18 +22,13 @@ def test_a_rank_with_more_tokens_is_an_imbalance() -> None:
     assert verdict.impact_ratio == pytest.approx(0.42, abs=0.03)
 
 
-def test_a_slow_rank_with_as_many_tokens_is_slow() -> None:
-    verdict = judged(1.8, [64, 66, 64, 63])
-    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (2,))
-
-
-def test_a_rank_slower_than_its_tokens_explain_is_slow() -> None:
-    verdict = judged(1.8, [64, 64, 80, 64])
-    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (2,))
-
-
-def test_tokens_of_some_ranks_explain_nothing() -> None:
-    verdict = judged(1.8, [64, None, 192, 64])
+@pytest.mark.parametrize(
+    "tokens",
+    [[64, 66, 64, 63], [64, 64, 80, 64], [64, None, 192, 64]],
+    ids=["as many", "too few more", "known of some ranks only"],
+)
+def test_a_rank_slower_than_its_tokens_explain_is_slow(tokens: list[float | None]) -> None:
+    verdict = judged(1.8, tokens)
     assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (2,))
 
 

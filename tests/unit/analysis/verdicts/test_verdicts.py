@@ -21,7 +21,7 @@ from rankscope.analysis.verdicts.windows import (
     Stall,
     columns_of,
 )
-from tests.unit.analysis.synthetic import SyntheticJob, watch
+from tests.unit.analysis.synthetic import SyntheticJob, watch, watch_each
 
 Judged = tuple[str, tuple[int, ...], str, Cause]  # kind, culprits, confidence, cause
 
@@ -29,8 +29,8 @@ HEALTHY = SyntheticJob()
 
 
 def test_a_healthy_job_raises_nothing() -> None:
-    for seed in range(20):
-        assert {v.kind for v in watch((HEALTHY, 30), seed=seed)[2:]} == {Kind.HEALTHY}
+    for verdicts in watch_each((HEALTHY, 30), seeds=range(20)):
+        assert {verdict.kind for verdict in verdicts[2:]} == {Kind.HEALTHY}
 
 
 def test_a_slow_rank_is_named_despite_equal_step_times() -> None:

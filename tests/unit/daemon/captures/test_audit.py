@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import json
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,16 +13,9 @@ from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.service import CaptureServicer
 from rankscope.daemon.captures.store import Store
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.audit_records import Audited
 from tests.support.waiting import wait_until
 from tests.unit.daemon.captures.test_runner import MemoryArchive, ScriptedBackend, rank
-
-Records = Callable[[], list[dict[str, Any]]]
-
-
-@pytest.fixture
-def audited(caplog: pytest.LogCaptureFixture) -> Records:
-    caplog.set_level(logging.INFO, "rankscope.audit")
-    return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
 
 
 def wait_for_the_end(conducted: CaptureRunner, archive: MemoryArchive, capture_id: str) -> None:
@@ -33,7 +23,7 @@ def wait_for_the_end(conducted: CaptureRunner, archive: MemoryArchive, capture_i
     wait_until(lambda: capture_id in archive.cleaned)  # its thread's last act
 
 
-def test_a_capture_is_recorded_at_its_request_and_end(tmp_path: Path, audited: Records) -> None:
+def test_a_capture_is_recorded_at_its_request_and_end(tmp_path: Path, audited: Audited) -> None:
     archive = MemoryArchive(tmp_path)
     backend = ScriptedBackend(failing={1: CaptureError("the process ended")})
     conducted = CaptureRunner("node-1", [backend], archive, lambda: [rank(0, world_size=2), rank(1, world_size=2)])
@@ -63,7 +53,7 @@ def test_a_capture_is_recorded_at_its_request_and_end(tmp_path: Path, audited: R
     ],
 )
 def test_it_is_told_how_and_by_whom(
-    requested_by: str, has_tls: bool, said: tuple[str, str | None, bool], audited: Records
+    requested_by: str, has_tls: bool, said: tuple[str, str | None, bool], audited: Audited
 ) -> None:
     CaptureAudit("n", has_tls).ended(pb.Capture(id="c", requested_by=requested_by, state=pb.CAPTURE_STATE_FAILED))
     (record,) = audited()
@@ -78,7 +68,7 @@ class _Context:
         raise RuntimeError(text)
 
 
-def test_a_refused_request_is_recorded_with_the_reason(tmp_path: Path, audited: Records) -> None:
+def test_a_refused_request_is_recorded_with_the_reason(tmp_path: Path, audited: Audited) -> None:
     conducted = CaptureRunner("node-1", [ScriptedBackend()], MemoryArchive(tmp_path), list)
     request = pb.StartCaptureRequest(job="bert", seconds=float("nan"), ranks="0", reason="why")
     with pytest.raises(RuntimeError):
@@ -88,7 +78,7 @@ def test_a_refused_request_is_recorded_with_the_reason(tmp_path: Path, audited: 
     assert "no run 'bert'" in record["message"] and "seconds" not in record
 
 
-def test_a_capture_ended_by_a_restart_has_its_last_record(tmp_path: Path, audited: Records) -> None:
+def test_a_capture_ended_by_a_restart_has_its_last_record(tmp_path: Path, audited: Audited) -> None:
     before = Store(tmp_path)
     before.save(pb.Capture(id="c-1", job="bert", state=pb.CAPTURE_STATE_RUNNING, ranks=[pb.RankCapture(rank=4)]))
     before.close()

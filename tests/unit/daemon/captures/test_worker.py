@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rankscope.daemon.captures.orders import CancelledError, CaptureError
-from rankscope.daemon.captures.processing import sandbox
+from rankscope.daemon.captures.processing import sandbox, worker
 from rankscope.daemon.captures.processing.messages import (
     Job,
     Joined,
@@ -39,16 +39,29 @@ PID = 494
 
 
 class Processed:
-    """Recordings by rank, all worked on in one go by the real process."""
+    """Recordings by rank, all worked on in one go: here, or by the confined process of the daemon."""
 
-    def __init__(self, folder: Path, recordings: dict[int, bytes], asked: int | None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        recordings: dict[int, bytes],
+        asked: int | None,
+        *,
+        is_confined: bool = False,
+        **options: Any,
+    ) -> None:
         self.folder = folder
         jobs = []
         for rank, data in recordings.items():
             (folder / f"rank{rank}.json").write_bytes(data)
             jobs.append(self._job(rank, len(recordings), **options))
         leave(job_file(folder), Job(asked, jobs))
-        run_module("rankscope.daemon.captures.processing.worker", folder, seconds=120, what="working on the traces")
+        if is_confined:
+            run_module(worker.__name__, folder, seconds=120, what="working on the traces")
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(worker, "confine", lambda **limits: None)  # which would hold for all tests after
+                worker.main(folder)
 
     def _job(self, rank: int, world_size: int, **options: Any) -> RankJob:
         recording, artifact = self.folder / f"rank{rank}.json", self.folder / f"rank{rank}.json.gz"
@@ -77,6 +90,7 @@ def test_all_ranks_are_cut_at_the_same_step_boundary(tmp_path: Path) -> None:
             2: StepFile(begin_ms=103.0, boundaries_ms=late).text(),  # passes boundaries a little later
         },
         asked=3,
+        is_confined=True,
         flops_per_step=2e12,
         peak_flops_per_second=1e14,
     )
@@ -227,7 +241,7 @@ def test_each_hostile_recording_is_refused_with_its_reason(tmp_path: Path) -> No
         53: gzip.compress(good),
     }
     recordings = dict(enumerate(hostile.values())) | strange
-    processed = Processed(tmp_path, {**recordings, 99: good}, asked=2)
+    processed = Processed(tmp_path, {**recordings, 99: good}, asked=2, is_confined=True)
     for rank, reason in enumerate(hostile):
         assert reason in processed.result(rank).error
         assert not (tmp_path / f"rank{rank}.json.gz").exists()

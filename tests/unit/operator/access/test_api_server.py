@@ -30,13 +30,6 @@ Start = Callable[[Read], UserApiServer]
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    yield made
-    made.server.stop()
-
-
-@pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "authority")
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,11 @@ from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.console_access import ConsoleAccess
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+from tests.support.audit_records import Audited
 from tests.unit.operator.access.fake_cluster import Cluster, refusal
 
 LIST = pb.ListCapturesRequest(job="lab/")
 Code = grpc.StatusCode
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    yield made
-    made.server.stop()
 
 
 @pytest.fixture
@@ -45,17 +37,15 @@ def code(channel: grpc.Channel) -> grpc.StatusCode:
 
 
 def test_a_channel_has_its_callers_rights_and_audit_name(
-    cluster: Cluster, channels: CallerChannels, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, channels: CallerChannels, audited: Audited
 ) -> None:
-    caplog.set_level(logging.INFO, "rankscope.audit")
     for token, refused in ((cluster.may("bob", "get"), Code.PERMISSION_DENIED), ("forged", Code.UNAUTHENTICATED)):
         with channels.of(Credentials([f"Bearer {token}"]), "10.0.0.7") as opened, opened() as channel:
             assert code(channel) is refused
     shown = Credentials([f"Bearer {cluster.may('ada', 'list')}"])
     with channels.of(shown, "10.0.0.8") as opened, opened() as channel:
         CaptureServiceStub(channel).ListCaptures(LIST, timeout=30)
-    records = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
-    assert [(each.get("user", ""), each["address"], each["result"]) for each in records] == [
+    assert [(each.get("user", ""), each["address"], each["result"]) for each in audited()] == [
         ("bob", "10.0.0.7", "PermissionDenied"),
         ("", "10.0.0.7", "Unauthenticated"),
     ]

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -11,27 +8,13 @@ import pytest
 from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.kube.api_client import ApiError
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.audit_records import Audited
 from tests.unit.operator.access.fake_cluster import RUN, START, Cluster, begun, every_call, refusal
 
 Code = grpc.StatusCode
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    yield made
-    made.server.stop()
-
-
-@pytest.fixture
-def audited(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
-    caplog.set_level(logging.INFO, "rankscope.audit")
-    return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
-
-
-def test_a_capture_runs_to_its_end_in_the_callers_name(
-    cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
+def test_a_capture_runs_to_its_end_in_the_callers_name(cluster: Cluster, audited: Audited) -> None:
     token = cluster.may("ada", "create")
     stream = cluster.stub(token).StartCapture(START, timeout=60)
     first = next(stream).capture
@@ -153,9 +136,7 @@ def test_a_capture_that_cannot_begin_reports_its_reason(cluster: Cluster) -> Non
     assert error.code() is Code.FAILED_PRECONDITION and error.details() == "no rank is slow now"
 
 
-def test_what_the_api_server_refuses_is_told_and_recorded(
-    cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
+def test_what_the_api_server_refuses_is_told_and_recorded(cluster: Cluster, audited: Audited) -> None:
     cluster.refusal = ApiError(403, "Forbidden", "exceeded quota")
     token = cluster.may("ada", "create")
     error = refusal(lambda: cluster.stub(token).StartCapture(START))
@@ -166,9 +147,7 @@ def test_what_the_api_server_refuses_is_told_and_recorded(
     ]
 
 
-def test_cancelling_says_who_and_keeps_the_object(
-    cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
+def test_cancelling_says_who_and_keeps_the_object(cluster: Cluster, audited: Audited) -> None:
     stub = cluster.stub(begun(cluster))
     stub.CancelCapture(pb.CancelCaptureRequest(id="lab/mine"))
     stub.CancelCapture(pb.CancelCaptureRequest(id="lab/mine"))
@@ -193,9 +172,7 @@ def test_nobody_fills_the_api_server_with_captures(cluster: Cluster, monkeypatch
     next(cluster.stub(cluster.may("bob", "create")).StartCapture(START))
 
 
-def test_a_trace_download_resumes_at_an_offset_and_is_audited(
-    cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
+def test_a_trace_download_resumes_at_an_offset_and_is_audited(cluster: Cluster, audited: Audited) -> None:
     stub = cluster.stub(begun(cluster))
     parts = list(stub.DownloadArtifact(pb.DownloadArtifactRequest(id="lab/mine", rank=0)))
     rest = list(stub.DownloadArtifact(pb.DownloadArtifactRequest(id="lab/mine", rank=0, offset=3)))

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -16,23 +14,11 @@ from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.kube.api_client import UnreachableError
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.audit_records import Audited
 from tests.support.waiting import wait_until
 from tests.unit.operator.access.fake_cluster import RUN, START, Cluster, begun, every_call, refusal
 
 Code = grpc.StatusCode
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    yield made
-    made.server.stop()
-
-
-@pytest.fixture
-def audited(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
-    caplog.set_level(logging.INFO, "rankscope.audit")
-    return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
 
 
 def test_without_a_token_nothing_is_to_be_had(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -53,7 +39,7 @@ def test_without_a_token_nothing_is_to_be_had(cluster: Cluster, caplog: pytest.L
 
 
 def test_an_unknown_token_opens_nothing_and_is_never_logged(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, audited: Callable[[], list[dict[str, Any]]]
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, audited: Audited
 ) -> None:
     begun(cluster)
     caplog.clear()
@@ -103,9 +89,7 @@ def test_a_client_with_an_old_token_shuts_out_no_other(cluster: Cluster) -> None
     assert cluster.stub(token).GetCapture(pb.GetCaptureRequest(id="lab/mine")).capture.id == "lab/mine"
 
 
-def test_a_refusal_does_not_reveal_whether_the_object_exists(
-    cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
+def test_a_refusal_does_not_reveal_whether_the_object_exists(cluster: Cluster, audited: Audited) -> None:
     begun(cluster)
     bob = cluster.stub(cluster.may("bob", "create", "get", "list", "delete", namespace="bobs"))
     there, nowhere = every_call(bob, "lab/mine"), every_call(bob, "lab/none", "lab/none")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from rankscope.operator.runs.inventory import RunNodes
 from rankscope.v1 import profile_service_pb2 as pb
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 from tests.kube.scripted_daemon import PROFILE_SAMPLES, TRAIN, ScriptedDaemon, Spoken, sampled
+from tests.support.audit_records import Audited
 from tests.support.waiting import wait_until
 from tests.unit.daemon.profiles.served_profiles import STEP, served_profiles
 from tests.unit.daemon.profiles.served_profiles import record as store
@@ -93,12 +92,6 @@ def fleet() -> Iterator[Fleet]:
     made = Fleet()
     yield made
     made.stop()
-
-
-@pytest.fixture
-def audited(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
-    caplog.set_level(logging.INFO, "rankscope.audit")
-    return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
 
 
 def test_the_profile_of_a_run_is_joined_over_its_nodes(fleet: Fleet) -> None:
@@ -449,7 +442,7 @@ def test_a_selection_that_makes_no_sense_is_refused(fleet: Fleet, selection: dic
     assert not fleet.a.selections
 
 
-def test_reads_and_dumps_leave_records(fleet: Fleet, audited: Callable[[], list[dict[str, Any]]]) -> None:
+def test_reads_and_dumps_leave_records(fleet: Fleet, audited: Audited) -> None:
     fleet.query(ranks=[2, 3])
     fleet.query(ranks=[2, 3])
     fleet.b.stack_answers = lambda request: pb.DumpStacksResponse()
@@ -463,7 +456,7 @@ def test_reads_and_dumps_leave_records(fleet: Fleet, audited: Callable[[], list[
     assert (ended["event"], ended["result"], ended["message"]) == ("ended", "Failed", "2/4 ranks delivered")
 
 
-def test_a_reference_of_another_run_is_recorded_too(fleet: Fleet, audited: Callable[[], list[dict[str, Any]]]) -> None:
+def test_a_reference_of_another_run_is_recorded_too(fleet: Fleet, audited: Audited) -> None:
     fleet.cluster.may("ada", "get/artifacts", namespace="other")
     fleet.compare({"job": "other/secret-run"}, ranks=[3])
     assert [(one["namespace"], one["run"], one["ranks"]) for one in audited()] == [
@@ -473,7 +466,7 @@ def test_a_reference_of_another_run_is_recorded_too(fleet: Fleet, audited: Calla
 
 
 def test_a_dump_that_finds_no_turn_is_recorded_as_refused(
-    fleet: Fleet, audited: Callable[[], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, audited: Audited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_relay, "TURN_SECONDS", 0.05)
     monkeypatch.setattr(fleet.cluster.relay, "_dumps", threading.BoundedSemaphore(1))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterator
 
 import grpc
@@ -18,6 +16,7 @@ from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.job_service_pb2 import GetHangRequest, ListHangsRequest, ListJobsRequest, WatchJobsRequest
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from rankscope.v1.window_pb2 import FrameShare, RankWindow, StackSummary, Stall
+from tests.support.audit_records import Audited
 from tests.unit.operator.access.fake_cluster import Cluster, refusal
 
 Code = grpc.StatusCode
@@ -132,9 +131,8 @@ def hang_of(namespace: str) -> HangReport:
 
 
 def test_hang_reports_need_profile_access_and_each_read_is_audited(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, audited: Audited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, "rankscope.audit")
     monkeypatch.setattr("rankscope.operator.correlation.hang_store.KEPT_SECONDS", float("inf"))
     own, foreign = hang_of("lab"), hang_of("other")
     for report in (own, foreign):
@@ -160,7 +158,7 @@ def test_hang_reports_need_profile_access_and_each_read_is_audited(
         assert refusal(lambda w=wanted: ada.GetHang(GetHangRequest(id=w), timeout=30)).code() is code, wanted
     bob = jobs(cluster, cluster.may("bob", "list", "get", "create"))
     assert refusal(lambda: bob.GetHang(GetHangRequest(id=own.id), timeout=30)).code() is Code.PERMISSION_DENIED
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
+    lines = audited()
     read = [(line["user"], line["run"], line.get("id")) for line in lines if line["event"] == "downloaded"]
     assert read == [("ada", "llama", None), ("ada", "other", None), ("ada", "llama", own.id)]
     assert {line["what"] for line in lines if line["event"] == "downloaded"} == {"hang"}

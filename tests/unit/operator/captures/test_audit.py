@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,14 +15,7 @@ from rankscope.operator.kube.objects import CaptureObject, read_capture_object
 from rankscope.operator.kube.resources import CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.identity_pb2 import RankIdentity
-
-Records = Callable[[], list[dict[str, Any]]]
-
-
-@pytest.fixture
-def audited(caplog: pytest.LogCaptureFixture) -> Records:
-    caplog.set_level(logging.INFO, "rankscope.audit")
-    return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
+from tests.support.audit_records import Audited
 
 
 def capture(uid: str = "u1", **annotations: str) -> CaptureObject:
@@ -53,7 +43,7 @@ def capture(uid: str = "u1", **annotations: str) -> CaptureObject:
     return made
 
 
-def test_begin_and_end_are_recorded_once_with_request_and_choice(audited: Records) -> None:
+def test_begin_and_end_are_recorded_once_with_request_and_choice(audited: Audited) -> None:
     audit, thing = CaptureAudit(names_are_stamped=True), capture(requested_by="ada")
     for _ in range(3):
         audit.begun(thing)
@@ -91,7 +81,7 @@ def test_begin_and_end_are_recorded_once_with_request_and_choice(audited: Record
         ({}, ("kubectl", None)),
     ],
 )
-def test_it_is_told_how_it_was_asked_for(annotations: dict[str, str], said: Any, audited: Records) -> None:
+def test_it_is_told_how_it_was_asked_for(annotations: dict[str, str], said: Any, audited: Audited) -> None:
     thing = capture(**annotations)
     CaptureAudit(names_are_stamped=True).ended(thing, thing.status)
     (record,) = audited()
@@ -99,7 +89,7 @@ def test_it_is_told_how_it_was_asked_for(annotations: dict[str, str], said: Any,
     assert record["verified"] == (said[1] is not None)
 
 
-def test_without_webhooks_only_names_we_wrote_are_verified(audited: Records) -> None:
+def test_without_webhooks_only_names_we_wrote_are_verified(audited: Audited) -> None:
     audit = CaptureAudit(names_are_stamped=False)
     audit.vouch_for("ours")
     for thing in (capture("ours", requested_by="ada", via="api"), capture("theirs", requested_by="ada", via="api")):
@@ -107,7 +97,7 @@ def test_without_webhooks_only_names_we_wrote_are_verified(audited: Records) -> 
     assert [record["verified"] for record in audited()] == [True, False]
 
 
-def test_a_kubectl_requester_is_recorded_once_before_any_status(audited: Records) -> None:
+def test_a_kubectl_requester_is_recorded_once_before_any_status(audited: Audited) -> None:
     audit = CaptureAudit(names_are_stamped=True)
     fresh = replace(capture(requested_by="ada"), status=CaptureStatus())
     for _ in range(3):
@@ -122,7 +112,7 @@ def test_a_kubectl_requester_is_recorded_once_before_any_status(audited: Records
     assert len(audited()) == 1
 
 
-def test_the_same_refusal_is_told_once_a_minute(audited: Records) -> None:
+def test_the_same_refusal_is_told_once_a_minute(audited: Audited) -> None:
     now = [0.0]
     audit = CaptureAudit(monotonic_seconds=lambda: now[0])
     record = AuditRecord("refused", "api", "ada", address="10.0.0.7", namespace="lab", result="PermissionDenied")
@@ -134,7 +124,7 @@ def test_the_same_refusal_is_told_once_a_minute(audited: Records) -> None:
     assert [told["namespace"] for told in audited()] == ["lab", "other", "lab"]
 
 
-def test_varied_refusals_of_one_caller_do_not_fill_the_log(audited: Records) -> None:
+def test_varied_refusals_of_one_caller_do_not_fill_the_log(audited: Audited) -> None:
     audit = CaptureAudit(monotonic_seconds=lambda: 0.0)
     record = AuditRecord("refused", "api", "mallory", address="10.0.0.7", result="PermissionDenied")
     for number in range(1000):
@@ -190,7 +180,7 @@ def test_a_cancelled_capture_is_stopped_if_running_otherwise_never_begun() -> No
             assert [(rank.rank, rank.state) for rank in answer.ranks] == [(2, pb.CAPTURE_STATE_CANCELLED)]
 
 
-def test_a_capture_deleted_while_waiting_has_a_last_record(audited: Records) -> None:
+def test_a_capture_deleted_while_waiting_has_a_last_record(audited: Audited) -> None:
     leases = cast(ShardLeases, SimpleNamespace(holds=lambda job: job == "lab/llama"))
     nothing = cast(Any, None)
     controller = CapturesController(nothing, nothing, leases, nothing, dict, dict, lambda job: None)

@@ -13,9 +13,11 @@ from rankscope.operator.alerts.decision import FailedError
 from rankscope.operator.captures import automatic
 from rankscope.operator.captures.alert_captures import AlertCaptures
 from rankscope.operator.captures.automatic import AutomaticCaptureMaker
+from rankscope.operator.captures.controller import PlanError, plan
 from rankscope.operator.correlation.correlator import JobState, ranks_to_capture
 from rankscope.operator.kube.api_client import ApiError, ConflictError, UnreachableError
 from rankscope.operator.kube.objects import CaptureObject, PolicyObject, read_capture_object, timestamp
+from rankscope.operator.kube.resources import CaptureSpec
 from tests.unit.operator.correlation.test_metrics import HEALTHY, SLOW, state
 from tests.unit.operator.policies.policy_objects import AUTOMATIC, NOW, capture, policy, run_object
 
@@ -337,3 +339,22 @@ def test_temporary_trouble_fails_and_permanent_trouble_is_refused(cluster: Clust
         desk.start(wanted())
     assert desk.is_elsewhere(NAME)
     assert not desk.is_elsewhere("team/unknown")
+
+
+def test_the_plan_has_the_job_and_accused_ranks_with_nodes() -> None:
+    spec = CaptureSpec(run="r", ranks="straggler+peer", steps=3)
+    made = plan(spec, "r", state(SLOW), 64)
+    assert made.job == state(SLOW).job
+    assert len(made.ranks) == 2
+    assert (1, "a", "accepted") in [(rank.rank, rank.node, rank.state) for rank in made.ranks]
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(1, "no rank of run r reports"), (2, "no rank of job #2 of run r reports")]
+)
+def test_a_job_that_nobody_reports_for_is_named(number: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says) as refused:
+        plan(CaptureSpec(run="r", steps=3, job_number=number), "r", None, 64)
+    assert refused.value.reason == "NoRanks"
+    with pytest.raises(PlanError, match="at most 64"):
+        plan(CaptureSpec(run="r", steps=3, ranks="all"), "r", state(SLOW, ranks=65), 64)

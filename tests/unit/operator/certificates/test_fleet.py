@@ -29,7 +29,6 @@ BEGIN = datetime(2026, 6, 1, tzinfo=timezone.utc)
 LIFETIMES = Lifetimes(authority_seconds=300 * 86400, serving_seconds=30 * 86400)
 LEAVES = ("rankscope-daemon-tls", "rankscope-operator-tls", "rankscope-metrics-tls", "rankscope-api-tls")
 SETTLE_SECONDS = 600.0
-DAMAGED = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
 
 class Secrets:

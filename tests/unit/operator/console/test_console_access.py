@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from rankscope.operator.console.endpoints import FORM
 from rankscope.operator.console_access import Console, ConsoleSettings
 from rankscope.operator.kube.api_client import UnreachableError
 from tests.certificates import Authority, Pair
+from tests.support.audit_records import Audited
 from tests.support.waiting import wait_until
 from tests.unit.operator.access.fake_cluster import Cluster, begun
 from tools.played_runs import Played
@@ -36,13 +36,6 @@ LOOPBACK = ConsoleSettings("127.0.0.1", 0)
 MINE, THEIRS, UNKNOWN = "lab/llama", "other/secret-run", "other/no-such-run"
 QUERIES = {"/run": "", "/rank": "&rank=0", "/heatmap": ""}
 PATHS = [PREFIX + each.path for each in ENDPOINTS]
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    yield made
-    made.server.stop()
 
 
 @pytest.fixture
@@ -124,17 +117,11 @@ class Events:
         self._connection.close()
 
 
-@pytest.fixture
-def audited(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
-    caplog.set_level(logging.INFO, "rankscope.audit")
-    return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
-
-
 # Tokens.
 
 
 def test_without_an_accepted_token_only_the_page_is_served(
-    cluster: Cluster, played: Played, audited: Callable[[], list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
+    cluster: Cluster, played: Played, audited: Audited, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(cluster, played) as port:
         for path in [*PATHS, f"{PREFIX}/openapi.json", f"{PREFIX}/nothing"]:
@@ -149,9 +136,7 @@ def test_without_an_accepted_token_only_the_page_is_served(
     assert "forged" not in caplog.text
 
 
-def test_a_caller_sees_only_the_runs_of_its_namespaces(
-    cluster: Cluster, played: Played, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
+def test_a_caller_sees_only_the_runs_of_its_namespaces(cluster: Cluster, played: Played, audited: Audited) -> None:
     ada, root = cluster.may("ada", "list"), cluster.may("root", "list", namespace="")
     with served(cluster, played) as port:
         assert (ask(port, "/runs", ada).runs, ask(port, "/runs", root).runs) == ([MINE], [MINE, THEIRS])
@@ -278,7 +263,7 @@ def recorded(cluster: Cluster) -> str:
 def test_a_form_with_the_token_opens_what_a_header_would(
     cluster: Cluster,
     played: Played,
-    audited: Callable[[], list[dict[str, Any]]],
+    audited: Audited,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from rankscope.operator.correlation.fleet_reports import FleetReports
 from rankscope.operator.correlation.fleet_usage import FleetUsage
 from rankscope.v1.job_service_pb2 import GetFleetReportResponse
 from tests.free_ports import free_port
+from tests.support.audit_records import Audited
 from tests.support.prometheus_stub import HOSTILE, of_a_run, series, server
 from tests.support.waiting import wait_until
 from tests.unit.operator.access.fake_cluster import Cluster
@@ -53,8 +53,7 @@ def report_of(port: int, token: str) -> Any:
 # Access.
 
 
-def test_the_report_needs_access_to_all_namespaces(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "rankscope.audit")
+def test_the_report_needs_access_to_all_namespaces(cluster: Cluster, audited: Audited) -> None:
     ada, root = cluster.may("ada", "list"), cluster.may("root", "list", namespace="")
     with server(of_a_run) as url, served(cluster, Played()) as port:
         cluster.reports.use(url)
@@ -64,8 +63,7 @@ def test_the_report_needs_access_to_all_namespaces(cluster: Cluster, caplog: pyt
             assert b"GPU-hours" not in refused.body
             allowed = report_of(port, root)  # now one is kept
             assert allowed.status == 200 and "1 run on 1 node" in allowed.json["headline"]
-    records = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
-    assert {(each["user"], each["result"], each["message"]) for each in records} == {
+    assert {(each["user"], each["result"], each["message"]) for each in audited()} == {
         ("ada", "PermissionDenied", "list trainingruns")
     }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.profile_service_pb2 import DumpStacksResponse, FlightRecorderTail, RankStack
 from rankscope.v1.window_pb2 import RankWindow, Stall
+from tests.support.audit_records import Audited
 from tests.support.waiting import wait_until
 from tests.unit.analysis.collectives.flight_recorder.made_dumps import hung_job
 
@@ -216,10 +215,9 @@ def test_a_restart_lists_reports_and_repeats_no_lasting_one(tmp_path: Path) -> N
     again.reporter.stop()
 
 
-def test_every_dump_is_in_the_audit_log(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "rankscope.audit")
+def test_every_dump_is_in_the_audit_log(watched: Watched, audited: Audited) -> None:
     report = watched.hang("lab/llama")
-    lines = [json.loads(one.message) for one in caplog.records if one.name == "rankscope.audit"]
+    lines = audited()
     assert [(line["event"], line["via"], line["what"], line["run"], line["id"]) for line in lines] == [
         ("asked", "hang", "stacks", "llama", report.id),
         ("ended", "hang", "stacks", "llama", report.id),

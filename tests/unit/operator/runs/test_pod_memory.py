@@ -6,7 +6,7 @@ from benchmarks.fleet_pods import document
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.pods import read_pod
 
-PODS = 3000
+PODS = 1000
 
 
 def test_a_pod_is_kept_in_little_over_a_kilobyte() -> None:

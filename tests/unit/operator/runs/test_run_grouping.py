@@ -23,69 +23,38 @@ def pod(labels: dict[str, str], owner: tuple[str, str, str] | None = None, **met
     return read
 
 
+KUBEFLOW = {"training.kubeflow.org/job-name": "llama"}
+JOB_SET = {"jobset.sigs.k8s.io/jobset-name": "llama"}
+TRAIN_JOB = {
+    "jobset.sigs.k8s.io/jobset-uid": "s-1",
+    "jobset.sigs.k8s.io/replicatedjob-name": "node",
+    "batch.kubernetes.io/job-name": "llama-node-0",
+    "trainer.kubeflow.org/trainjob-ancestor-step": "trainer",
+}
+WORKERS = {"batch.kubernetes.io/job-name": "llama-workers-0"}
+WORKER = {"training.kubeflow.org/replica-type": "worker"}
+
+
 @pytest.mark.parametrize(
-    ("labels", "owner", "kind", "name", "uid"),
+    ("labels", "owner", "run"),
     [
-        (
-            {"training.kubeflow.org/job-name": "llama", "training.kubeflow.org/replica-type": "worker"},
-            ("kubeflow.org/v1", "PyTorchJob", "llama"),
-            "PyTorchJob",
-            "llama",
-            "o-1",
-        ),
-        (
-            {"training.kubeflow.org/job-name": "llama", "job-name": "llama-worker-0"},
-            ("kubeflow.org/v1", "MPIJob", "llama"),
-            "MPIJob",
-            "llama",
-            "o-1",
-        ),
-        (
-            {
-                "jobset.sigs.k8s.io/jobset-name": "llama",
-                "jobset.sigs.k8s.io/jobset-uid": "s-1",
-                "jobset.sigs.k8s.io/replicatedjob-name": "node",
-                "batch.kubernetes.io/job-name": "llama-node-0",
-                "trainer.kubeflow.org/trainjob-ancestor-step": "trainer",
-            },
-            ("batch/v1", "Job", "llama-node-0"),
-            "TrainJob",
-            "llama",
-            "s-1",
-        ),
-        (
-            {"jobset.sigs.k8s.io/jobset-name": "llama", "batch.kubernetes.io/job-name": "llama-workers-0"},
-            ("batch/v1", "Job", "llama-workers-0"),
-            "JobSet",
-            "llama",
-            "",
-        ),
-        (
-            {"volcano.sh/job-name": "llama", "volcano.sh/task-index": "0"},
-            ("batch.volcano.sh/v1alpha1", "Job", "llama"),
-            "VolcanoJob",
-            "llama",
-            "o-1",
-        ),
-        (
-            {"ray.io/cluster": "llama", "ray.io/node-type": "worker"},
-            ("ray.io/v1", "RayCluster", "llama"),
-            "RayCluster",
-            "llama",
-            "o-1",
-        ),
-        ({"batch.kubernetes.io/job-name": "llama"}, ("batch/v1", "Job", "llama"), "Job", "llama", "o-1"),
-        ({"job-name": "llama"}, ("batch/v1", "Job", "llama"), "Job", "llama", "o-1"),
-        ({"rankscope.dev/run": "mine", "job-name": "llama"}, ("batch/v1", "Job", "llama"), "Run", "mine", ""),
-        ({"app": "x"}, ("apps/v1", "StatefulSet", "trainer"), "StatefulSet", "trainer", "o-1"),
+        (KUBEFLOW | WORKER, "kubeflow.org/v1 PyTorchJob llama", "PyTorchJob llama o-1"),
+        (KUBEFLOW | {"job-name": "llama-worker-0"}, "kubeflow.org/v1 MPIJob llama", "MPIJob llama o-1"),
+        (JOB_SET | TRAIN_JOB, "batch/v1 Job llama-node-0", "TrainJob llama s-1"),
+        (JOB_SET | WORKERS, "batch/v1 Job llama-workers-0", "JobSet llama "),
+        ({"volcano.sh/job-name": "llama"}, "batch.volcano.sh/v1alpha1 Job llama", "VolcanoJob llama o-1"),
+        ({"ray.io/cluster": "llama"}, "ray.io/v1 RayCluster llama", "RayCluster llama o-1"),
+        ({"batch.kubernetes.io/job-name": "llama"}, "batch/v1 Job llama", "Job llama o-1"),
+        ({"job-name": "llama"}, "batch/v1 Job llama", "Job llama o-1"),
+        ({"rankscope.dev/run": "mine", "job-name": "llama"}, "batch/v1 Job llama", "Run mine "),
+        ({"app": "x"}, "apps/v1 StatefulSet trainer", "StatefulSet trainer o-1"),
     ],
 )
-def test_a_pod_belongs_to_what_a_person_calls_the_job(
-    labels: dict[str, str], owner: tuple[str, str, str], kind: str, name: str, uid: str
-) -> None:
-    key = run_of(pod(labels, owner))
+def test_a_pod_belongs_to_what_a_person_calls_the_job(labels: dict[str, str], owner: str, run: str) -> None:
+    version, kind, name = owner.split()
+    key = run_of(pod(labels, (version, kind, name)))
     assert key is not None
-    assert (key.namespace, key.kind, key.name, key.uid) == ("team", kind, name, uid)
+    assert (key.namespace, f"{key.kind} {key.name} {key.uid}") == ("team", run)
 
 
 def test_a_data_set_initializer_pod_is_no_rank() -> None:

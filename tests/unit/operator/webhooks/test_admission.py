@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from typing import Any
 
 import pytest
 
 from rankscope.operator.webhooks.admission import REQUESTED_BY, Admission
+from rankscope.operator.webhooks.configuration import Address, configurations
+from rankscope.operator.webhooks.validation import capture_mistakes
+from tests.support.measuring import Measured
 
 CAPTURE = {"run": "llama", "steps": 3}
 
@@ -198,3 +202,30 @@ def test_reviews_are_counted_by_webhook_and_result() -> None:
         ("stamp", "refused"): 1,
         ("validate", "unreadable"): 1,
     }
+
+
+def test_only_stamps_and_statuses_fail_closed_and_names_are_unique() -> None:
+    webhooks = [webhook for document in configurations(Address(url="https://x")) for webhook in document["webhooks"]]
+    failing = {webhook["name"] for webhook in webhooks if webhook["failurePolicy"] == "Fail"}
+    assert failing == {"stamp.captures.rankscope.dev", "status.rankscope.dev"}
+    assert len({webhook["name"] for webhook in webhooks}) == len(webhooks)
+    for webhook in webhooks:
+        assert webhook["sideEffects"] == "None"
+        pods = "pods" in webhook["rules"][0]["resources"]
+        # Of pods, only those that asked: the others must not even wait.
+        assert ("objectSelector" in webhook) == pods
+        assert not pods or webhook["timeoutSeconds"] <= 3
+
+
+@pytest.mark.parametrize("ranks", ["9" * 5000 + "-" + "9" * 5000, "9" * 1_000_000, "1-" * 200_000])
+def test_ranks_of_any_length_pass_quickly_to_the_schema(ranks: str, measured: Measured) -> None:
+    # The CPU time of a pattern that tries every beginning would be minutes.
+    started = time.process_time()
+    assert capture_mistakes({"spec": {"steps": 3, "ranks": ranks}}, None) == []
+    measured("CPU time of a check of long ranks", time.process_time() - started, "s", at_most=10)
+
+
+def test_an_empty_range_is_turned_round_in_words() -> None:
+    assert capture_mistakes({"spec": {"steps": 3, "ranks": "0,5-3"}}, None) == [
+        "spec.ranks: 5-3 is empty: write 3-5",
+    ]

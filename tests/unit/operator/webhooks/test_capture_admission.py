@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 from typing import Any, cast
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.kube.api_client import Api, MissingError, OwnName, UnreachableError, account_in
 from rankscope.operator.webhooks.admission import Admission
+from tests.support.audit_records import Audited
 
 OPERATOR = "system:serviceaccount:rankscope:rankscope-operator"
 BY, VIA, TRIGGER = "rankscope.dev/requested-by", "rankscope.dev/via", "rankscope.dev/trigger"
@@ -82,10 +82,9 @@ def test_an_unstamped_object_that_claims_an_origin_is_refused() -> None:
     assert not response["allowed"] and f"{VIA} is set by Rankscope" in response["status"]["message"]
 
 
-def test_a_review_that_passes_leaves_no_record(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "rankscope.audit")
+def test_a_review_that_passes_leaves_no_record(audited: Audited) -> None:
     stamped(admission(), "ada", None)
-    assert not [record for record in caplog.records if record.name == "rankscope.audit"]
+    assert not audited()
 
 
 @pytest.mark.parametrize("resource", ["captures", "trainingruns", "profilingpolicies"])
@@ -103,13 +102,12 @@ def test_only_the_operator_writes_a_status(resource: str) -> None:
     assert is_allowed(admission(None), OPERATOR)
 
 
-def test_a_refused_capture_is_recorded_with_the_mistake(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "rankscope.audit")
+def test_a_refused_capture_is_recorded_with_the_mistake(audited: Audited) -> None:
     body = review("ada", None, object={"metadata": {"name": "c"}, "spec": {"run": "llama"}})
     made = admission()
     for _ in range(3):
         assert not json.loads(made.answer("/stamp", body)[1])["response"]["allowed"]
-    (record,) = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
+    (record,) = audited()
     assert (record["event"], record["user"], record["result"]) == ("refused", "ada", "Invalid")
     assert "how long to record" in record["message"]
 

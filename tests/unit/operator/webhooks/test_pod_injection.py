@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.operator.webhooks.pod_injection import (
@@ -279,7 +279,6 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
     return {"metadata": metadata, "spec": spec}
 
 
-@settings(max_examples=150)
 @given(pods(), st.sampled_from(["true", "kineto", "probe"]))
 def test_any_pod_is_patched_once_and_keeps_what_it_had(document: dict[str, Any], wish: Mode) -> None:
     once = injected(document, wish)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.analysis.collectives.flight_recorder.matching import Analysis, Difference
@@ -322,7 +322,6 @@ def test_a_report_is_json() -> None:
     assert stall["waiting"][0]["line"] == "train_step (train.py:88)"
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_only_stopped_ranks_are_named_whatever_the_rings_kept(data: st.DataObject) -> None:
     """A job of several groups; some ranks stop at some place, the others go on until they wait for them."""
@@ -364,7 +363,6 @@ def test_only_stopped_ranks_are_named_whatever_the_rings_kept(data: st.DataObjec
         assert (report(analysis).outcome is Outcome.HEALTHY) is not bool(blocked)
 
 
-@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.integers(0, 5),
