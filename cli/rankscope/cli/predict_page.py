@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.analysis.plots import svg
 from rankscope.analysis.plots.page import Section, Table, page
-from rankscope.analysis.plots.svg import Axis, Frame, Scale, drawing, element, frame, heading, hover, label
+from rankscope.analysis.plots.svg import Axis, Frame, Scale, element, frame, hover, label
 from rankscope.analysis.quantities import count, quantity, shorten
 from rankscope.analysis.replay.prediction import Forecast, Prediction, gain_words
 from rankscope.analysis.replay.step_timeline import Activity, Lane, StepTimelines, Timeline
@@ -178,14 +178,14 @@ def _draw(
     saved: tuple[int, str] | None = None,
 ) -> str:
     """`saved`: how long the step was before, and what to write where it is shorter now."""
-    names, colours = [_LOOKS[one][0] for one in legend], [_LOOKS[one][1] for one in legend]
     ranks = sorted({lane.rank for lane in lanes})
     row, text_pixels = next(sizes for most, *sizes in _ROWS if len(lanes) <= most)
     shown = {lane: shorten(lane.name, _LANE_CHARACTERS) for lane in lanes}
     wide = max(map(svg.text_pixels, shown.values())) + max(svg.text_pixels(f"rank {rank}") for rank in ranks)
-    inside = frame(len(lanes) * row + len(ranks) * _RANK_PIXELS, left=wide + 34, title=title, names=names)
+    height = len(lanes) * row + len(ranks) * _RANK_PIXELS
+    inside = frame(height, left=wide + 34, title=title, legend=[_LOOKS[one] for one in legend])
     across = _whole_axis(inside, longest_ns)
-    parts = [heading(title, names, colours), svg.x_axis(inside, across)]
+    parts = [svg.x_axis(inside, across)]
     tops: dict[Lane, float] = {}
     for index, lane in enumerate(lanes):
         tops[lane] = inside.top + _RANK_PIXELS / 2 + index * row + ranks.index(lane.rank) * _RANK_PIXELS
@@ -194,10 +194,10 @@ def _draw(
             parts.append(label(16, y, f"rank {lane.rank}", bold=True, pixels=text_pixels))
         parts.append(label(inside.left - 7, y, shown[lane], anchor="end", muted=True, tooltip=note, pixels=text_pixels))
     parts += _rectangles(timeline, across, [tops[lane] for lane in timeline.lanes], row - 2)
-    parts.append(_end(inside, across.place(timeline.duration_ns / 1000)))
+    parts.append(svg.base_line(inside, across.place(timeline.duration_ns / 1000), 1.5))
     if saved is not None:
         parts.append(_saving(inside, across, timeline.duration_ns, *saved))
-    return drawing(inside.width, inside.height, title, "".join(parts))
+    return inside.drawing(parts)
 
 
 def _whole_axis(inside: Frame, longest_ns: int) -> Scale:
@@ -233,12 +233,6 @@ def _note(what: str, timeline: Timeline, index: int, span_ns: int) -> str:
         return f"{name or what}: {_text(busy)} {when}" + (f" ({what})" if name else "")
     longest = f"; the longest: {name}" if name else ""
     return f"{what}: {_text(busy)} of {_text(span_ns)} {when}, {count(events, 'event')}{longest}"
-
-
-def _end(inside: Frame, x: float) -> str:
-    return element(
-        "line", x1=x, y1=inside.top, x2=x, y2=inside.bottom, stroke=svg.MUTED, stroke_width=1.5, class_="base"
-    )
 
 
 def _saving(inside: Frame, across: Scale, after_ns: int, before_ns: int, text: str) -> str:
