@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -161,7 +160,7 @@ def _text(nanoseconds: float) -> str:
 
 
 def _present(timelines: Iterable[Timeline]) -> list[Activity]:
-    used = {int(activity) for one in timelines for activity in np.unique(one.activity)}
+    used = {int(activity) for one in timelines for activity in np.unique(one.drawn.activity)}
     return [activity for activity in _LOOKS if activity in used]
 
 
@@ -184,7 +183,8 @@ def _draw(
     wide = max(map(svg.text_pixels, shown.values())) + max(svg.text_pixels(f"rank {rank}") for rank in ranks)
     height = len(lanes) * row + len(ranks) * _RANK_PIXELS
     inside = frame(height, left=wide + 34, title=title, legend=[_LOOKS[one] for one in legend])
-    across = _whole_axis(inside, longest_ns)
+    # To the end of the longest step, not to the next round number: what is empty then was saved.
+    across = svg.scale(_TIME, (0.0, longest_ns / 1000), inside.left, inside.right, most=8).cut(0.0, longest_ns / 1000)
     parts = [svg.x_axis(inside, across)]
     tops: dict[Lane, float] = {}
     for index, lane in enumerate(lanes):
@@ -200,35 +200,29 @@ def _draw(
     return inside.drawing(parts)
 
 
-def _whole_axis(inside: Frame, longest_ns: int) -> Scale:
-    """To the end of the longest step, not to the next round number: what is empty then was saved."""
-    longest = longest_ns / 1000
-    made = svg.scale(_TIME, (0.0, longest), inside.left, inside.right, from_zero=True, most=8)
-    return replace(made, high=longest, ticks=tuple(tick for tick in made.ticks if tick <= longest))
-
-
 def _rectangles(timeline: Timeline, across: Scale, tops: Sequence[float], height: float) -> list[str]:
-    parts = []
+    parts, drawn = [], timeline.drawn
     for activity in _present([timeline]):
         what, colour = _LOOKS[activity]
-        drawn = []
-        for index in np.flatnonzero(timeline.activity == activity).tolist():
-            start, end = int(timeline.start_ns[index]), int(timeline.end_ns[index])
+        made = []
+        for index in np.flatnonzero(drawn.activity == activity).tolist():
+            start, end = int(drawn.start_ns[index]), int(drawn.end_ns[index])
             left, right = across.place(start / 1000), across.place(end / 1000)
-            tall = height * float(timeline.height_ratio[index])
-            top = tops[int(timeline.lane[index])] + height * (1 - float(timeline.bottom_ratio[index])) - tall
+            tall = height * float(drawn.height_ratio[index])
+            top = tops[int(drawn.lane[index])] + height * (1 - float(drawn.bottom_ratio[index])) - tall
             note = _note(what, timeline, index, end - start)
-            drawn.append(
+            made.append(
                 element("rect", hover(note), x=left, y=top, width=max(right - left, 1.0), height=max(tall, 0.3))
             )
         # Without blurred edges, through which the page would show between neighbours.
-        parts.append(element("g", "".join(drawn), fill=colour, shape_rendering="crispEdges"))
+        parts.append(element("g", "".join(made), fill=colour, shape_rendering="crispEdges"))
     return parts
 
 
 def _note(what: str, timeline: Timeline, index: int, span_ns: int) -> str:
-    busy, events, name = int(timeline.busy_ns[index]), int(timeline.events[index]), timeline.name[index]
-    when = f"at {_text(int(timeline.start_ns[index]))}"
+    drawn, name = timeline.drawn, timeline.names[index]
+    busy, events = int(drawn.busy_ns[index]), int(drawn.events[index])
+    when = f"at {_text(int(drawn.start_ns[index]))}"
     if busy == span_ns and events <= 1:
         return f"{name or what}: {_text(busy)} {when}" + (f" ({what})" if name else "")
     longest = f"; the longest: {name}" if name else ""

@@ -107,7 +107,7 @@ def _column_names(labels: Sequence[str], left: float, y: float, wide: float) -> 
 
 
 def _colour_bar(x: float, y: float, height: float, axis: Axis, low: float, high: float) -> str:
-    drawn = scale(axis, [low, high], y + height, y, most=5)
+    drawn = scale(axis, [low, high], y + height, y, most=5).cut(low, high)
     stops = svg.scale_hex(np.linspace(0.0, 1.0, 32))
     piece = height / len(stops)
     parts = [
@@ -115,8 +115,6 @@ def _colour_bar(x: float, y: float, height: float, axis: Axis, low: float, high:
         for index, fill in enumerate(stops)
     ]
     for tick in drawn.ticks:
-        if low <= tick <= high * (1 + 1e-9):
-            at = y + height - (tick - low) / (high - low) * height
-            text = f"{drawn.tick_text(tick)} {drawn.shown.symbol}".rstrip()
-            parts.append(label(x + 17, at + 4, text, muted=True, pixels=11))
+        text = f"{drawn.tick_text(tick)} {drawn.shown.symbol}".rstrip()
+        parts.append(label(x + 17, drawn.place(tick) + 4, text, muted=True, pixels=11))
     return "".join(parts) + (hover(axis.title) if axis.title else "")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeGuard
 
 import numpy as np
@@ -162,6 +162,11 @@ class Scale:
     last: float
     ticks: tuple[float, ...]
     shown: Display  # of a linear axis; ticks of a log axis have a unit each
+
+    def cut(self, low: float, high: float) -> Scale:
+        """With these ends instead of round numbers."""
+        ticks = tuple(tick for tick in self.ticks if low <= tick <= high * (1 + 1e-9))
+        return replace(self, low=low, high=high, ticks=ticks)
 
     def can_place(self, value: float | None) -> TypeGuard[float]:
         return is_finite(value) and (value > 0 or not self.axis.log)
