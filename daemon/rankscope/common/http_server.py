@@ -132,13 +132,13 @@ class HttpServer(TCPServer):
         shown_host = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{shown_host}:{self.port}"
 
-    def serve(self, name: str) -> None:
-        """In a thread of its own, until `close`."""
+    def start(self) -> None:
+        """Serves in a thread of its own, until `stop`."""
         self._is_serving = True
-        kwargs = {"poll_interval": 0.2}
+        name, kwargs = f"rankscope-port-{self.port}", {"poll_interval": 0.2}
         threading.Thread(target=self.serve_forever, kwargs=kwargs, name=name, daemon=True).start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Requests that were read are still answered, for a moment."""
         if self._is_serving:
             self.shutdown()
