@@ -40,8 +40,7 @@ class OperatorProcess:
             self.kill()  # it would hold its leases against the operators of later tests
             raise
         assert self.process.poll() is None, self.log
-        scheme, address = re.findall(r"rankscope operator: (https?) (\S+)", self.log)[-1]
-        self.url = f"{scheme}://{address}"
+        self.url = re.findall(r"rankscope operator: (https?://\S+)", self.log)[-1]
 
     @property
     def log(self) -> str:

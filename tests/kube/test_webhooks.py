@@ -263,7 +263,7 @@ def test_reinvocation_after_another_webhook_adds_nothing_twice(
     kept = material()
     routes = {("POST", INJECT_PATH): Route(respond, BODY_BYTES)}
     mesh = HttpServer("127.0.0.1", 0, routes, FollowedTls(lambda: replace(kept, authorities=b"")))
-    mesh.serve("mesh")
+    mesh.start()
     mutating = configurations(Address(url=f"https://127.0.0.1:{mesh.port}"), "z-mesh")[0]
     webhook = {**mutating["webhooks"][0], "name": "mesh.example.com"}
     webhook["clientConfig"] |= {"caBundle": base64.b64encode(kept.authorities).decode()}
@@ -273,7 +273,7 @@ def test_reinvocation_after_another_webhook_adds_nothing_twice(
         made = create(server, namespace, pod("probe"))
     finally:
         forget(server, "z-mesh")
-        mesh.close()
+        mesh.stop()
     for index in (0, 1):
         assert env(made, index) == {**LEVEL_1, "PYTHONPATH": FOLDER}
         names = [item["name"] for item in made["spec"]["containers"][index]["env"]]
@@ -499,7 +499,7 @@ def test_somebody_elses_secret_of_that_name_is_not_overwritten(
     webhooks.certificates.round()
     assert not webhooks.is_serving
     assert server.admin.get(f"{path}/rankscope-webhook")["data"].keys() == {"theirs"}
-    webhooks.server.close()
+    webhooks.server.stop()
 
 
 def test_the_operator_serves_webhooks_with_only_its_accounts_roles(

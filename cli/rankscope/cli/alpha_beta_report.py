@@ -22,7 +22,7 @@ from rankscope.analysis.collectives.alpha_beta import (
 from rankscope.analysis.collectives.anomalies import Anomaly, anomalies
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.plots import page
-from rankscope.analysis.plots.charts import Cloud, scatter
+from rankscope.analysis.plots.charts import Curve, plot
 from rankscope.analysis.plots.svg import Axis
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.stats.robust import Floats, Ints, take_rows
@@ -275,8 +275,8 @@ def draw_svg(report: Report) -> str:
     for fit in report.fits:
         if fit.is_fitted:
             mine = _thinned(observations_of(report.observed, fit))
-            clouds.append(Cloud(fit.label, _list(mine.seconds / residual_ratios(mine, fit)), _list(mine.seconds)))
-    return scatter(
+            clouds.append(_cloud(fit.label, mine.seconds / residual_ratios(mine, fit), mine.seconds))
+    return plot(
         clouds,
         across=Axis("predicted", "s", log=True),
         up=Axis("actual", "s", log=True),
@@ -307,16 +307,21 @@ def _draw_by_size(observed: Observations, fit: Fit) -> str:
     mine = observations_of(observed, fit)
     mine = _thinned(take_rows(mine, mine.ranks == fit.ranks))
     size = np.geomspace(max(mine.bytes.min(), 1), mine.bytes.max() + 1, _CURVE_POINTS)
-    curves = [Cloud("ring", _list(size), _list(fit.predict(size, algorithm=Algorithm.RING)))]
-    if has_tree(fit.kind):
-        curves.append(Cloud("tree", _list(size), _list(fit.predict(size, algorithm=Algorithm.TREE))))
-    return scatter(
-        [Cloud("observed", _list(mine.bytes), _list(mine.seconds))],
+    curves = [_cloud("observed", mine.bytes, mine.seconds)]
+    for name, algorithm in (("ring", Algorithm.RING), ("tree", Algorithm.TREE)):
+        if algorithm is Algorithm.RING or has_tree(fit.kind):
+            predicted = _list(fit.predict(size, algorithm=algorithm))
+            curves.append(Curve(name, _list(size), predicted, dot_pixels=0))
+    return plot(
+        curves,
         across=Axis("size", "B", log=True),
         up=Axis("time", "s", log=True),
         title=f"{fit.label}, {fit.ranks} ranks",
-        curves=curves,
     )
+
+
+def _cloud(name: str, x: Floats | Ints, y: Floats) -> Curve:
+    return Curve(name, _list(x), _list(y), has_line=False, dot_pixels=3.5)
 
 
 def _page_table(rows: list[tuple[str, ...]]) -> page.Table:

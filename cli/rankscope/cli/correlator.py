@@ -120,7 +120,7 @@ class _Service:
     def addresses(self) -> str:
         runtime = self._runtime
         named = {
-            "metrics": f"{runtime.server.scheme}://{runtime.settings.listen_host}:{runtime.server.port}/metrics",
+            "metrics": f"{runtime.server.url}/metrics",
             "api": runtime.api_address,
             "console": None if runtime.console is None else runtime.console.url,
             "alerts": runtime.jobs.alerts_url,

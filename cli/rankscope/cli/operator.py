@@ -242,7 +242,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return refuse(str(error), Exit.FAILED)
     to_stderr(
-        f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
+        f"rankscope operator: {operator.server.url}"
         + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")
         + (f" api {operator.user_api.server.address}" if operator.user_api is not None else "")
         + (f" console {operator.console.url}" if operator.console is not None else "")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from rankscope.analysis.plots import svg
 from rankscope.analysis.plots.page import Section, Table, page
-from rankscope.analysis.plots.svg import Axis, Frame, Scale, drawing, element, frame, heading, hover, label
+from rankscope.analysis.plots.svg import Axis, Frame, Scale, element, frame, hover, label
 from rankscope.analysis.quantities import count, quantity, shorten
 from rankscope.analysis.replay.prediction import Forecast, Prediction, gain_words
 from rankscope.analysis.replay.step_timeline import Activity, Lane, StepTimelines, Timeline
@@ -161,7 +160,7 @@ def _text(nanoseconds: float) -> str:
 
 
 def _present(timelines: Iterable[Timeline]) -> list[Activity]:
-    used = {int(activity) for one in timelines for activity in np.unique(one.activity)}
+    used = {int(activity) for one in timelines for activity in np.unique(one.drawn.activity)}
     return [activity for activity in _LOOKS if activity in used]
 
 
@@ -178,14 +177,15 @@ def _draw(
     saved: tuple[int, str] | None = None,
 ) -> str:
     """`saved`: how long the step was before, and what to write where it is shorter now."""
-    names, colours = [_LOOKS[one][0] for one in legend], [_LOOKS[one][1] for one in legend]
     ranks = sorted({lane.rank for lane in lanes})
     row, text_pixels = next(sizes for most, *sizes in _ROWS if len(lanes) <= most)
     shown = {lane: shorten(lane.name, _LANE_CHARACTERS) for lane in lanes}
     wide = max(map(svg.text_pixels, shown.values())) + max(svg.text_pixels(f"rank {rank}") for rank in ranks)
-    inside = frame(len(lanes) * row + len(ranks) * _RANK_PIXELS, left=wide + 34, title=title, names=names)
-    across = _whole_axis(inside, longest_ns)
-    parts = [heading(title, names, colours), svg.x_axis(inside, across)]
+    height = len(lanes) * row + len(ranks) * _RANK_PIXELS
+    inside = frame(height, left=wide + 34, title=title, legend=[_LOOKS[one] for one in legend])
+    # To the end of the longest step, not to the next round number: what is empty then was saved.
+    across = svg.scale(_TIME, (0.0, longest_ns / 1000), inside.left, inside.right, most=8).cut(0.0, longest_ns / 1000)
+    parts = [svg.x_axis(inside, across)]
     tops: dict[Lane, float] = {}
     for index, lane in enumerate(lanes):
         tops[lane] = inside.top + _RANK_PIXELS / 2 + index * row + ranks.index(lane.rank) * _RANK_PIXELS
@@ -194,51 +194,39 @@ def _draw(
             parts.append(label(16, y, f"rank {lane.rank}", bold=True, pixels=text_pixels))
         parts.append(label(inside.left - 7, y, shown[lane], anchor="end", muted=True, tooltip=note, pixels=text_pixels))
     parts += _rectangles(timeline, across, [tops[lane] for lane in timeline.lanes], row - 2)
-    parts.append(_end(inside, across.place(timeline.duration_ns / 1000)))
+    parts.append(svg.base_line(inside, across.place(timeline.duration_ns / 1000), 1.5))
     if saved is not None:
         parts.append(_saving(inside, across, timeline.duration_ns, *saved))
-    return drawing(inside.width, inside.height, title, "".join(parts))
-
-
-def _whole_axis(inside: Frame, longest_ns: int) -> Scale:
-    """To the end of the longest step, not to the next round number: what is empty then was saved."""
-    longest = longest_ns / 1000
-    made = svg.scale(_TIME, (0.0, longest), inside.left, inside.right, from_zero=True, most=8)
-    return replace(made, high=longest, ticks=tuple(tick for tick in made.ticks if tick <= longest))
+    return inside.drawing(parts)
 
 
 def _rectangles(timeline: Timeline, across: Scale, tops: Sequence[float], height: float) -> list[str]:
-    parts = []
+    parts, drawn = [], timeline.drawn
     for activity in _present([timeline]):
         what, colour = _LOOKS[activity]
-        drawn = []
-        for index in np.flatnonzero(timeline.activity == activity).tolist():
-            start, end = int(timeline.start_ns[index]), int(timeline.end_ns[index])
+        made = []
+        for index in np.flatnonzero(drawn.activity == activity).tolist():
+            start, end = int(drawn.start_ns[index]), int(drawn.end_ns[index])
             left, right = across.place(start / 1000), across.place(end / 1000)
-            tall = height * float(timeline.height_ratio[index])
-            top = tops[int(timeline.lane[index])] + height * (1 - float(timeline.bottom_ratio[index])) - tall
+            tall = height * float(drawn.height_ratio[index])
+            top = tops[int(drawn.lane[index])] + height * (1 - float(drawn.bottom_ratio[index])) - tall
             note = _note(what, timeline, index, end - start)
-            drawn.append(
+            made.append(
                 element("rect", hover(note), x=left, y=top, width=max(right - left, 1.0), height=max(tall, 0.3))
             )
         # Without blurred edges, through which the page would show between neighbours.
-        parts.append(element("g", "".join(drawn), fill=colour, shape_rendering="crispEdges"))
+        parts.append(element("g", "".join(made), fill=colour, shape_rendering="crispEdges"))
     return parts
 
 
 def _note(what: str, timeline: Timeline, index: int, span_ns: int) -> str:
-    busy, events, name = int(timeline.busy_ns[index]), int(timeline.events[index]), timeline.name[index]
-    when = f"at {_text(int(timeline.start_ns[index]))}"
+    drawn, name = timeline.drawn, timeline.names[index]
+    busy, events = int(drawn.busy_ns[index]), int(drawn.events[index])
+    when = f"at {_text(int(drawn.start_ns[index]))}"
     if busy == span_ns and events <= 1:
         return f"{name or what}: {_text(busy)} {when}" + (f" ({what})" if name else "")
     longest = f"; the longest: {name}" if name else ""
     return f"{what}: {_text(busy)} of {_text(span_ns)} {when}, {count(events, 'event')}{longest}"
-
-
-def _end(inside: Frame, x: float) -> str:
-    return element(
-        "line", x1=x, y1=inside.top, x2=x, y2=inside.bottom, stroke=svg.MUTED, stroke_width=1.5, class_="base"
-    )
 
 
 def _saving(inside: Frame, across: Scale, after_ns: int, before_ns: int, text: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import FleetReport, make_report
 from rankscope.analysis.fleet.tables import MAX_ROWS_OF_PAGE, ReportTable, headline, notes, shortened, span, tables
-from rankscope.analysis.plots.charts import bars
+from rankscope.analysis.plots.charts import Series, bars
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
 from rankscope.cli.contexts import add_connection_arguments
@@ -196,7 +196,8 @@ def make_page(report: FleetReport) -> str:
         section = _section(table)
         if table.title.startswith("Utilization") and table.rows:
             names = [row[0] for row in table.rows]
-            plot = bars(names, report.utilization_gpu_hours, axis=Axis("GPU-hours"), row_title="utilization")
+            hours = Series("", report.utilization_gpu_hours)
+            plot = bars(names, [hours], axis=Axis("GPU-hours"), row_title="utilization")
             section = Section(table.title, table.said, plots=[plot])
         sections.append(section)
     foot = "Made by rankscope report fleet. What the tables mean: docs/report.md; this page needs no network."

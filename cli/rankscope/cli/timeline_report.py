@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from rankscope.analysis.plots.charts import Series, bars, lines
+from rankscope.analysis.plots.charts import Curve, Series, bars, plot
 from rankscope.analysis.plots.heat_map import heat_map
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
@@ -206,12 +206,12 @@ def make_page(report: TimelineReport, name: str) -> str:
         for rows, marked in zip(tables(report), _marked(report), strict=True)
     ]
     order = np.argsort(-found.family_slowdown)
-    steps = lines(
-        [float(step) for step in range(len(report.steps))],
+    places = range(len(report.steps))
+    steps = plot(
         [
-            Series("as recorded", report.recorded_step_seconds.tolist()),
-            Series("replayed without delays", found.step_seconds.tolist()),
-            Series("everything typical", found.typical_seconds.tolist()),
+            Curve("as recorded", places, report.recorded_step_seconds.tolist()),
+            Curve("replayed without delays", places, found.step_seconds.tolist()),
+            Curve("everything typical", places, found.typical_seconds.tolist()),
         ],
         across=Axis("step, in order"),
         up=Axis("step time", "s"),
@@ -219,7 +219,7 @@ def make_page(report: TimelineReport, name: str) -> str:
     )
     kinds = bars(
         [report.families[family] for family in order],
-        [float(found.family_slowdown[family]) - 1 for family in order],
+        [Series("", [float(found.family_slowdown[family]) - 1 for family in order])],
         axis=Axis("slowdown above 1"),
         title="Slowdown by operation",
     )

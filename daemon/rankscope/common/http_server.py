@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import ipaddress
 import logging
-import math
 import socket
 import ssl
 import threading
@@ -18,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from email.message import Message
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from io import BufferedReader
+from http.server import BaseHTTPRequestHandler
+from io import BufferedReader, BytesIO
 from socketserver import TCPServer
 from typing import Any, cast
 
 from rankscope.common.tls import FollowedTls
+from rankscope.common.token_bucket import TokenBucket
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ SILENCE_SECONDS = 5.0
 STOP_SECONDS = 3.0
 THREAD_SECONDS, THREAD_LOOKS = 1.0, 10
 MAX_REFUSALS = 256
-BURST_SECONDS = 5.0
-PAUSE_SECONDS = 0.5
+# CPU time that was not used is kept for a burst.
+BURST_SECONDS, PAUSE_SECONDS = 5.0, 0.5
 TEXT, JSON = "text/plain; charset=utf-8", "application/json"
 
 
@@ -101,15 +101,13 @@ def body_length(headers: Message, limit: int) -> int:
     return length
 
 
-class HttpServer(HTTPServer):
+class HttpServer(TCPServer):
     """Listens from construction on; port 0 chooses a free one. Raises OSError if it cannot. `tls` without a certificate
     yet closes every connection: nothing is sent in plain text."""
 
     request_queue_size = 128
     # Connections that have ended keep the port for a minute, during which a restarted service must get it.
     allow_reuse_address = True
-    # Two services never share a port.
-    allow_reuse_port = False
 
     def __init__(
         self, host: str, port: int, routes: Routes, tls: FollowedTls | None = None, limits: Limits | None = None
@@ -126,19 +124,21 @@ class HttpServer(HTTPServer):
         self._threads = threading.BoundedSemaphore(2 * self.limits.connections)
         self._is_serving = self._is_stopping = False
         self._accepting_seconds = self._answering_seconds = 0.0  # CPU time
-        self._paid_cpu_seconds, self._paid_monotonic = 0.0, -math.inf  # until when that CPU time is within its share
+        self._spent_seconds = 0.0  # of the bucket
+        ratio = self.limits.core_ratio
+        self._cpu_bucket = None if ratio is None else TokenBucket(BURST_SECONDS * ratio, ratio)
         super().__init__((host, port), cast(Any, None))
         self.port = int(self.server_address[1])
         shown_host = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{shown_host}:{self.port}"
 
-    def serve(self, name: str) -> None:
-        """In a thread of its own, until `close`."""
+    def start(self) -> None:
+        """Serves in a thread of its own, until `stop`."""
         self._is_serving = True
-        kwargs = {"poll_interval": 0.2}
+        name, kwargs = f"rankscope-port-{self.port}", {"poll_interval": 0.2}
         threading.Thread(target=self.serve_forever, kwargs=kwargs, name=name, daemon=True).start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Requests that were read are still answered, for a moment."""
         if self._is_serving:
             self.shutdown()
@@ -155,10 +155,6 @@ class HttpServer(HTTPServer):
                     return
             time.sleep(0.02)
 
-    def server_bind(self) -> None:
-        # HTTPServer would look up the host's full name here, which can take seconds where DNS is broken.
-        TCPServer.server_bind(self)
-
     @property
     def cpu_seconds(self) -> float:
         """Taken since the start."""
@@ -172,15 +168,12 @@ class HttpServer(HTTPServer):
             for caller in self._open:
                 if caller.until_monotonic is not None and caller.until_monotonic <= now:
                     caller.cut()
-        if self.limits.core_ratio is not None:
-            # Those that are not accepted yet wait until what was taken is within its share of a core. Time that was not
-            # used is kept for a burst.
-            self._paid_monotonic = max(self._paid_monotonic, now - BURST_SECONDS)
-            taken_seconds = self.cpu_seconds - self._paid_cpu_seconds
-            self._paid_cpu_seconds += taken_seconds
-            self._paid_monotonic += taken_seconds / self.limits.core_ratio
-            if self._paid_monotonic > now:
-                time.sleep(min(self._paid_monotonic - now, PAUSE_SECONDS))
+        if self._cpu_bucket is not None:
+            # Those that are not accepted yet wait until what was taken is within its share of a core.
+            taken_seconds = self.cpu_seconds - self._spent_seconds
+            self._spent_seconds += taken_seconds
+            self._cpu_bucket.spend(now, taken_seconds)
+            time.sleep(min(self._cpu_bucket.wait_seconds(now, 0.0), PAUSE_SECONDS))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         caller = _Caller(request, time.monotonic() + self.limits.request_seconds)
@@ -301,46 +294,31 @@ class _Handler(BaseHTTPRequestHandler):
     default_request_version = "HTTP/1.0"
     error_message_format = "%(code)d %(message)s\n"
     error_content_type = TEXT
+    # What an answer needs before a request was parsed.
+    requestline, request_version, command = "", default_request_version, ""
 
     def __init__(self, caller: _Caller, client_address: Any, server: HttpServer) -> None:
         self._caller = caller
         super().__init__(caller.connection, client_address, server)
 
-    def setup(self) -> None:
-        super().setup()
-        self._reader = _LimitedReader(cast(BufferedReader, self.rfile))
-        self.rfile = cast(Any, self._reader)
-
     def handle(self) -> None:
         limits = self.server.limits
-        self.close_connection = False
-        while not self.close_connection:
-            self.close_connection = True
-            self._reader.allow(HEAD_BYTES)
-            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-            try:
-                self.handle_one_request()
-            except _HeadTooLargeError:
-                self.send_error(431)
-            if self.close_connection or not self.server.wait_for(self._caller, limits.idle_seconds):
-                return
+        while self._answer_one() and self.server.wait_for(self._caller, limits.idle_seconds):
             self.connection.settimeout(limits.idle_seconds)
-            if not self._reader.wait() or not self.server.wait_for(self._caller, limits.request_seconds):
+            is_over = not cast(BufferedReader, self.rfile).peek(1)
+            if is_over or not self.server.wait_for(self._caller, limits.request_seconds):
                 return
             self.connection.settimeout(SILENCE_SECONDS)
 
-    def handle_one_request(self) -> None:
-        self.raw_requestline = self.rfile.readline(HEAD_BYTES)
-        if not self.raw_requestline:
-            return
-        if not self.parse_request():
-            self.close_connection = True
-            return
+    def _answer_one(self) -> bool:
+        """Whether another request may follow."""
+        if not self._parse_head():
+            return False
         may_continue = not self.close_connection and self.server.limits.idle_seconds > 0
         self.close_connection = True
         if self.command not in ("GET", "POST"):
             self.send_error(501)
-            return
+            return False
         read_bytes = 0
         path, _, query = self.path.partition("?")
         certificate = b""
@@ -362,6 +340,24 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             self.server.release(read_bytes)
         self._answer(response)
+        return not self.close_connection
+
+    def _parse_head(self) -> bool:
+        """False if there is no request to answer any more."""
+        head = bytearray()
+        while line := self.rfile.readline(HEAD_BYTES + 1 - len(head)):
+            head += line
+            if len(head) > HEAD_BYTES:
+                self.send_error(431)
+                return False
+            if line in (b"\r\n", b"\n"):
+                break
+        self.raw_requestline, _, rest = head.partition(b"\n")
+        connection_file, self.rfile = self.rfile, BytesIO(rest)
+        try:
+            return bool(head) and self.parse_request()
+        finally:
+            self.rfile = connection_file
 
     def _handled(self, route: Route, request: Request) -> Response:
         try:
@@ -380,10 +376,9 @@ class _Handler(BaseHTTPRequestHandler):
         raise RequestError(404, f"rankscope: {', '.join(sorted({known for _, known in routes}))}")
 
     def _read_body(self, length: int) -> bytes:
-        self._reader.allow(length)
         body = bytearray()
         try:
-            while len(body) < length and (piece := self._reader.read1(length - len(body))):
+            while len(body) < length and (piece := cast(BufferedReader, self.rfile).read1(length - len(body))):
                 if not self.server.buffer(len(piece)):
                     raise RequestError(503, "too many requests at once")
                 body += piece
@@ -416,45 +411,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def version_string(self) -> str:
         return "rankscope"
-
-
-class _HeadTooLargeError(http.client.HTTPException):
-    """Of this type because the standard library answers it with 431."""
-
-
-class _LimitedReader:
-    """Reads what `allow` permits: a head, then a body."""
-
-    def __init__(self, file: BufferedReader) -> None:
-        self._file = file
-        self._left = 0
-
-    def allow(self, size: int) -> None:
-        self._left = size
-
-    def wait(self) -> bool:
-        """Until something comes; False at the end."""
-        return bool(self._file.peek(1))
-
-    def readline(self, limit: int = -1) -> bytes:
-        most = self._left + 1 if limit < 0 else min(limit, self._left + 1)
-        line = self._file.readline(most)
-        self._left -= len(line)
-        if self._left < 0:
-            raise _HeadTooLargeError("the head is too large")
-        return line
-
-    def read1(self, size: int) -> bytes:
-        piece = self._file.read1(min(size, self._left))
-        self._left -= len(piece)
-        return piece
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def is_loopback(host: str) -> bool:

@@ -34,7 +34,7 @@ from rankscope.operator.kube.local_objects import LocalObjects
 from rankscope.operator.kube.object_writer import ObjectWriter, Outbox
 from rankscope.operator.kube.objects import RunObject
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.process import OperatorServer, Part, Pulse, tune_garbage_collection
+from rankscope.operator.process import Part, Pulse, operator_server, tune_garbage_collection
 from rankscope.operator.runs.daemon_sources import DaemonList, DaemonSource
 from rankscope.operator.runs.inventory import RunNodes
 from rankscope.v1.profile_service_pb2 import DumpStacksResponse
@@ -127,7 +127,7 @@ class CorrelatorRuntime:
         exporter = self.jobs.exporter(self)
         host, port = settings.listen_host, settings.listen_port
         try:
-            self.server = OperatorServer(host, port, self, [exporter], metrics_tls, guard)
+            self.server = operator_server(host, port, self, [exporter], metrics_tls, guard)
         except OSError as error:
             raise ValueError(f"--listen {host}:{port}: {error.strerror or error}; pass another address") from error
         self.console: Console | None = None

@@ -26,44 +26,32 @@ class Readiness(Protocol):
     def is_ready(self) -> bool: ...
 
 
-class OperatorServer:
+def operator_server(
+    host: str,
+    port: int,
+    operator: Readiness,
+    collectors: Sequence[Collector],
+    tls: FollowedTls | None = None,
+    guard: MetricsAccess | None = None,
+) -> HttpServer:
     """With `guard`, /metrics is for callers that it accepts; /healthz and /readyz are for everybody."""
+    page = MetricsPage(collectors)
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        operator: Readiness,
-        collectors: Sequence[Collector],
-        tls: FollowedTls | None = None,
-        guard: MetricsAccess | None = None,
-    ) -> None:
-        self._page = MetricsPage(collectors)
-        self._operator = operator
-        self._guard = guard
-        routes = {
-            ("GET", "/metrics"): Route(self._metrics),
-            ("GET", "/healthz"): Route(lambda request: Response(200, b"ok\n")),
-            ("GET", "/readyz"): Route(self._readiness),
-        }
-        self._server = HttpServer(host, port, routes, tls)
-        self.scheme = "http" if tls is None else "https"
-        self.port = self._server.port
+    def metrics(request: Request) -> Response:
+        refusal = None if guard is None else guard.check(request)
+        return page.response(request) if refusal is None else refusal
 
-    def start(self) -> None:
-        self._server.serve("rankscope-http")
-
-    def stop(self) -> None:
-        self._server.close()
-
-    def _readiness(self, request: Request) -> Response:
-        if self._operator.is_ready:
+    def readiness(request: Request) -> Response:
+        if operator.is_ready:
             return Response(200, b"ok\n")
         return Response(503, b"pods and daemons are not listed yet\n")
 
-    def _metrics(self, request: Request) -> Response:
-        refusal = None if self._guard is None else self._guard.check(request)
-        return self._page.response(request) if refusal is None else refusal
+    routes = {
+        ("GET", "/metrics"): Route(metrics),
+        ("GET", "/healthz"): Route(lambda request: Response(200, b"ok\n")),
+        ("GET", "/readyz"): Route(readiness),
+    }
+    return HttpServer(host, port, routes, tls)
 
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.metrics import Exporter
 from rankscope.operator.policies.controller import PoliciesController
 from rankscope.operator.policies.policy import RunThresholds
-from rankscope.operator.process import OperatorServer, Part, Pulse, tune_garbage_collection
+from rankscope.operator.process import Part, Pulse, operator_server, tune_garbage_collection
 from rankscope.operator.runs.controller import RunsController
 from rankscope.operator.runs.daemon_streams import SELECTOR, DaemonPod, DaemonPods, DaemonStreams, read_daemon_pod
 from rankscope.operator.runs.inventory import Inventory
@@ -238,7 +238,7 @@ class Operator:
         exporter = Exporter(
             self.states, lost, thresholds.mfu_target_of, self.hangs.hangs_of, alert_totals, operator=self
         )
-        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, [exporter], metrics_tls, guard)
+        self.server = operator_server(settings.listen_host, settings.listen_port, self, [exporter], metrics_tls, guard)
         reconciled = [self._follow_daemons, self.runs.reconcile, self.captures.reconcile, self.policies.reconcile]
         reconciled.append(history.forget_lost_runs)
         if self.slow_nodes is not None:

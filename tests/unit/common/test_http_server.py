@@ -61,12 +61,12 @@ def start() -> Iterator[Start]:
 
     def start(tls: FollowedTls | None = None, **limits: float) -> HttpServer:
         made.append(HttpServer("127.0.0.1", 0, ROUTES, tls, Limits(**{"connections": AT_ONCE, **limits})))  # type: ignore[arg-type]
-        made[-1].serve("test")
+        made[-1].start()
         return made[-1]
 
     yield start
     for server in made:
-        server.close()
+        server.stop()
 
 
 def connect(server: HttpServer) -> socket.socket:
@@ -140,9 +140,9 @@ def test_slow_bodies_are_cut_off_but_slow_handlers_are_not(start: Start, later: 
 
     limits = Limits(request_seconds=LIMIT_SECONDS)
     thoughtful = Watched("127.0.0.1", 0, {("POST", "/"): Route(think, 10)}, limits=limits)
-    thoughtful.serve("test")
+    thoughtful.start()
     assert ask(thoughtful, "POST", b"ab") == b"ab"
-    thoughtful.close()
+    thoughtful.stop()
 
 
 @pytest.mark.parametrize(
@@ -361,12 +361,12 @@ def test_closing_lets_a_request_under_way_have_its_answer() -> None:
         return Response(200, b"done")
 
     server = HttpServer("127.0.0.1", 0, {("GET", "/"): Route(handle)})
-    server.serve("test")
+    server.start()
     answers: list[bytes] = []
     asking = threading.Thread(target=lambda: answers.append(ask(server)))
     asking.start()
     entered.wait(LIMIT_SECONDS)
-    closing = threading.Thread(target=server.close)
+    closing = threading.Thread(target=server.stop)
     closing.start()
     time.sleep(0.3)
     may_go.set()
@@ -380,9 +380,9 @@ def test_a_handler_that_fails_is_answered_with_500() -> None:
         raise OSError("a secret")
 
     server = HttpServer("127.0.0.1", 0, {("GET", "/"): Route(fail)})
-    server.serve("test")
+    server.start()
     assert b"secret" not in ask(server)
-    server.close()
+    server.stop()
 
 
 def test_threads_end_with_their_callers(start: Start, later: list[float]) -> None:
@@ -424,14 +424,14 @@ def test_a_restarted_server_gets_its_port_despite_lingering_connections() -> Non
     port = free_port()
     for _ in range(20):
         server = HttpServer("127.0.0.1", port, ROUTES)
-        server.serve("test")
+        server.start()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_SECONDS)
         try:
             connection.request("GET", "/")
             # The server closes first, so the connection lingers on its side.
             assert connection.getresponse().read() == b"x" * 1000
         finally:
-            server.close()
+            server.stop()
             connection.close()
 
 

@@ -78,7 +78,7 @@ def test_requests_beyond_the_core_share_wait_and_are_answered(measured: Measured
         return Response(200, b"done\n")
 
     server = HttpServer("127.0.0.1", 0, {("GET", "/"): Route(work)}, limits=Limits(core_ratio=0.2))
-    server.serve("test")
+    server.start()
     try:
         started = time.monotonic()
 
@@ -97,4 +97,4 @@ def test_requests_beyond_the_core_share_wait_and_are_answered(measured: Measured
         share = (server.cpu_seconds - 1.5) / (time.monotonic() - started)
         measured("CPU of requests beyond their share", share, "cores", at_most=0.2)
     finally:
-        server.close()
+        server.stop()

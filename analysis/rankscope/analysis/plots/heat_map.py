@@ -66,7 +66,8 @@ def heat_map(
             ink = svg.ink_on(part) if known else svg.INK
             if text_pixels(text) * 0.8 < wide:
                 parts.append(label(x + wide / 2, y + tall / 2 + 3.5, text, anchor="middle", fill=ink, pixels=10))
-    parts += _names(names, row_labels, column_labels, left, head, wide, tall)
+    parts += svg.row_names(row_labels, names, left - 6, head, tall)
+    parts += _column_names(column_labels, left, head + inner_height + 15, wide)
     if column_title:
         parts.append(label(left + inner_width / 2, head + inner_height + 34, column_title, anchor="middle", muted=True))
     bar_height = max(inner_height, 60.0)
@@ -96,29 +97,17 @@ def _hatching(name: str) -> str:
     )
 
 
-def _names(
-    names: Sequence[str],
-    row_labels: Sequence[str],
-    column_labels: Sequence[str],
-    left: float,
-    head: float,
-    wide: float,
-    tall: float,
-) -> list[str]:
-    parts = []
-    for row in range(0, len(names), max(1, math.ceil(13 / tall))):
-        tip = row_labels[row] if names[row] != row_labels[row] else ""
-        parts.append(label(left - 6, head + row * tall + tall / 2 + 4, names[row], anchor="end", tooltip=tip))
-    short = shorten_all(column_labels, 16)
+def _column_names(labels: Sequence[str], left: float, y: float, wide: float) -> list[str]:
+    short = shorten_all(labels, 16)
     every = max(1, math.ceil((max((text_pixels(text) for text in short), default=0.0) + 8) / wide))
-    bottom = head + len(names) * tall + 15
-    for column in range(0, len(short), every):
-        parts.append(label(left + column * wide + wide / 2, bottom, short[column], anchor="middle", muted=True))
-    return parts
+    return [
+        label(left + (column + 0.5) * wide, y, short[column], anchor="middle", muted=True)
+        for column in range(0, len(short), every)
+    ]
 
 
 def _colour_bar(x: float, y: float, height: float, axis: Axis, low: float, high: float) -> str:
-    drawn = scale(axis, [low, high], y + height, y, most=5)
+    drawn = scale(axis, [low, high], y + height, y, most=5).cut(low, high)
     stops = svg.scale_hex(np.linspace(0.0, 1.0, 32))
     piece = height / len(stops)
     parts = [
@@ -126,8 +115,6 @@ def _colour_bar(x: float, y: float, height: float, axis: Axis, low: float, high:
         for index, fill in enumerate(stops)
     ]
     for tick in drawn.ticks:
-        if low <= tick <= high * (1 + 1e-9):
-            at = y + height - (tick - low) / (high - low) * height
-            text = f"{drawn.tick_text(tick)} {drawn.shown.symbol}".rstrip()
-            parts.append(label(x + 17, at + 4, text, muted=True, pixels=11))
+        text = f"{drawn.tick_text(tick)} {drawn.shown.symbol}".rstrip()
+        parts.append(label(x + 17, drawn.place(tick) + 4, text, muted=True, pixels=11))
     return "".join(parts) + (hover(axis.title) if axis.title else "")

@@ -30,14 +30,16 @@ td.w { overflow-wrap: anywhere; min-width: 16em; }
 th { color: var(--muted); font-weight: 600; white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; }
 tr.marked td { background: var(--mark); }
+.choice { display: flex; flex-wrap: wrap; }
 .choice > input { position: absolute; opacity: 0; }
-.choice > label { display: inline-block; border: 1px solid var(--grid); border-radius: 6px; padding: 3px 10px;
+.choice > label { border: 1px solid var(--grid); border-radius: 6px; padding: 3px 10px;
   margin: 0 6px 6px 0; cursor: pointer; font-size: 13.5px; }
 .choice > input:checked + label { background: var(--lead); border-color: #0072b2; font-weight: 600; }
 .choice > input:focus-visible + label { outline: 2px solid #0072b2; }
-.choice > figure { display: none; }
+.choice > figure { display: none; order: 1; width: 100%; }
+.choice > input:checked + label + figure { display: block; }
 figure { margin: 14px 0; overflow-x: auto; }
-svg, img { max-width: 100%; height: auto; }
+svg { max-width: 100%; height: auto; }
 svg .paper { fill: var(--paper); } svg .ink { fill: var(--ink); } svg .muted { fill: var(--muted); }
 svg .grid { stroke: var(--grid); } svg .base { stroke: var(--muted); }
 footer { margin-top: 40px; color: var(--muted); font-size: 13px; }
@@ -75,10 +77,9 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "", foot: str =
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         # Names come from untrusted files. If one is not escaped, it still can neither run nor fetch anything.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        'img-src data:">',
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         '<meta name="color-scheme" content="light dark">',
-        f"<title>{clean(title)}</title><style>{_STYLE}{_choice_style(sections)}</style></head><body><main>",
+        f"<title>{clean(title)}</title><style>{_STYLE}</style></head><body><main>",
         f"<h1>{clean(title)}</h1>",
     ]
     if lead:
@@ -104,24 +105,17 @@ def _section(section: Section, number: int) -> str:
 
 def _figure(plot: str) -> str:
     # An SVG inside HTML needs no namespace, and a page without any URL is easy to trust.
-    return f"<figure>{plot.replace(_NAMESPACE, '', 1) if plot.startswith('<svg') else plot}</figure>"
+    return f"<figure>{plot.replace(_NAMESPACE, '', 1)}</figure>"
 
 
 def _choice(choices: Sequence[tuple[str, str]], group: str) -> str:
-    buttons = [
+    """Each plot follows its button, so that the style sheet can show the one that is checked."""
+    parts = [
         f'<input type="radio" name="{group}" id="{group}-{index}"{"" if index else " checked"}>'
-        f'<label for="{group}-{index}">{clean(name)}</label>'
-        for index, (name, _) in enumerate(choices)
+        f'<label for="{group}-{index}">{clean(name)}</label>\n{_figure(plot)}'
+        for index, (name, plot) in enumerate(choices)
     ]
-    return "\n".join(['<div class="choice">', *buttons, *(_figure(plot) for _, plot in choices), "</div>"])
-
-
-def _choice_style(sections: Sequence[Section]) -> str:
-    """Shows the plot whose button is checked, without a script."""
-    most = max((len(section.choices) for section in sections), default=0)
-    places = (f":nth-of-type({place})" for place in range(1, most + 1))
-    rules = [f".choice > input{place}:checked ~ figure{place} {{ display: block; }}\n" for place in places]
-    return "".join(rules)
+    return "\n".join(['<div class="choice">', *parts, "</div>"])
 
 
 def _table(table: Table) -> str:

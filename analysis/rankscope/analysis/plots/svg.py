@@ -6,7 +6,8 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -154,39 +155,51 @@ class Axis:
 class Scale:
     """A drawn axis: maps values from `low` to `high` to pixels from `first` to `last`."""
 
+    axis: Axis
     low: float
     high: float
     first: float
     last: float
-    log: bool
-    unit: str
-    shown: Display  # of a linear axis; ticks of a log axis have a unit each
     ticks: tuple[float, ...]
-    title: str
+    shown: Display  # of a linear axis; ticks of a log axis have a unit each
+
+    def cut(self, low: float, high: float) -> Scale:
+        """With these ends instead of round numbers."""
+        ticks = tuple(tick for tick in self.ticks if low <= tick <= high * (1 + 1e-9))
+        return replace(self, low=low, high=high, ticks=ticks)
+
+    def can_place(self, value: float | None) -> TypeGuard[float]:
+        return is_finite(value) and (value > 0 or not self.axis.log)
 
     def place(self, value: float) -> float:
         low, high, here = self.low, self.high, value
-        if self.log:
+        if self.axis.log:
             low, high, here = math.log10(low), math.log10(high), math.log10(max(value, self.low * 1e-3))
         return self.first + (self.last - self.first) * (here - low) / (high - low)
 
     def tick_text(self, tick: float) -> str:
-        text, _, symbol = (
-            quantity(tick, self.unit).partition(" ") if self.log else (number(tick / self.shown.factor), "", "")
-        )
+        text, symbol = number(tick / self.shown.factor), ""
+        if self.axis.log:
+            text, _, symbol = quantity(tick, self.axis.unit).partition(" ")
         text = text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
         return f"{text} {symbol}".rstrip()
 
     @property
     def caption(self) -> str:
-        return f"{self.title} ({self.shown.symbol})" if self.shown.symbol and not self.log else self.title
+        has_unit = self.shown.symbol and not self.axis.log
+        return f"{self.axis.title} ({self.shown.symbol})" if has_unit else self.axis.title
+
+
+def is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def scale(
     axis: Axis, values: Iterable[float | None], first: float, last: float, *, from_zero: bool = False, most: int = 6
 ) -> Scale:
-    """A scale that contains all finite values (on a log axis all positive ones) and ends at round numbers."""
-    known = [float(value) for value in values if value is not None and math.isfinite(value) and abs(value) < 1e300]
+    """A scale that contains all finite values (on a log axis all positive ones) and ends at round numbers. A log axis
+    does not begin at zero."""
+    known = [float(value) for value in values if is_finite(value) and abs(value) < 1e300]
     if axis.log:
         return _log_scale(axis, [value for value in known if value > 0], first, last, most)
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
@@ -200,7 +213,7 @@ def scale(
     step = round_step((high - low) / shown.factor, most) * shown.factor
     start, end = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(index * step for index in range(start, end + 1))
-    return Scale(ticks[0], ticks[-1], first, last, False, axis.unit, shown, ticks, axis.title)
+    return Scale(axis, ticks[0], ticks[-1], first, last, ticks, shown)
 
 
 def round_step(spread: float, most: int) -> float:
@@ -211,70 +224,60 @@ def round_step(spread: float, most: int) -> float:
 
 
 def _log_scale(axis: Axis, known: list[float], first: float, last: float, most: int) -> Scale:
+    """Ticks at powers of ten; of two for message sizes: at 1, 4, 16, … of the unit."""
+    base, log, most_power = (2.0, math.log2, 1000) if axis.unit == "B" else (10.0, math.log10, 300)
     low, high = (min(known), max(known)) if known else (1.0, 10.0)
-    if axis.unit == "B":
-        return _binary_scale(axis, low, high, first, last, most)
-    start, end = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    start, end = max(start, -300), min(end, 300)
-    end = max(end, start + 1)
-    stride = max(1, math.ceil((end - start) / most))
-    ticks = tuple(10.0**power for power in range(start, end + 1, stride))
-    if end - start == 1:
+    start = max(math.floor(log(low) + 1e-9), -most_power)
+    end = max(min(math.ceil(log(high) - 1e-9), most_power), start + 1)
+    ticks = tuple(base**power for power in range(start, end + 1, math.ceil((end - start) / most)))
+    if base == 10.0 and end - start == 1:
         ticks = tuple(factor * 10.0**start for factor in (1, 2, 5, 10))
-    return Scale(10.0**start, 10.0**end, first, last, True, axis.unit, display(axis.unit, ()), ticks, axis.title)
-
-
-def _binary_scale(axis: Axis, low: float, high: float, first: float, last: float, most: int) -> Scale:
-    """Message sizes are powers of two, so ticks are at 1, 4, 16, … of the unit."""
-    start, end = math.floor(math.log2(low) + 1e-9), math.ceil(math.log2(high) - 1e-9)
-    end = min(max(end, start + 1), 1000)
-    stride = max(1, math.ceil((end - start) / most))
-    ticks = tuple(2.0**power for power in range(start, end + 1, stride))
-    return Scale(2.0**start, 2.0**end, first, last, True, axis.unit, Display(1.0, "B"), ticks, axis.title)
+    return Scale(axis, base**start, base**end, first, last, ticks, display(axis.unit, ()))
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The rectangle that data is drawn in, and the size of the drawing around it."""
+    """The rectangle that data is drawn in, below a title and a legend."""
 
     left: float
-    right: float
     top: float
     bottom: float
-    width: float
-    height: float
+    title: str
+    head: str
+    right: ClassVar = WIDTH - 34.0
+
+    def drawing(self, parts: Iterable[str], name: str = "") -> str:
+        """`name` is for readers of the screen, where there is no title."""
+        return drawing(WIDTH, self.bottom + _AXIS_PIXELS, self.title or name, self.head + "".join(parts))
 
 
-def frame(inner_height: float, *, left: float, title: str, names: Sequence[str] = ()) -> Frame:
-    """`names` are those of the legend; space is reserved for as many lines as it needs."""
-    lines = max((line for line, _ in _legend_places(names)), default=-1) + 1
-    top = 12.0 + (_TITLE_PIXELS if title else 0.0) + lines * _LEGEND_PIXELS
-    bottom = top + inner_height
-    return Frame(left, WIDTH - 34.0, top, bottom, WIDTH, bottom + _AXIS_PIXELS)
-
-
-def heading(title: str, names: Sequence[str] = (), colours: Sequence[str] = ()) -> str:
-    """The title, and below it the legend of colours."""
-    parts = [label(16, 26, title, bold=True, pixels=14)] if title else []
-    first = 12.0 + (_TITLE_PIXELS if title else 0.0) + 8.0
-    for name, colour, (line, x) in zip(names, colours, _legend_places(names), strict=True):
-        short, y = shorten(name, _NAME_CHARACTERS), first + line * _LEGEND_PIXELS
-        parts.append(element("rect", x=x, y=y - 9, width=10, height=10, rx=2, fill=colour))
-        parts.append(label(x + 15, y, short, muted=True, tooltip=name if short != name else ""))
-    return "".join(parts)
-
-
-def _legend_places(names: Sequence[str]) -> list[tuple[int, float]]:
-    """Line and position of each name."""
-    places = []
-    line, x = 0, 16.0
-    for name in names:
-        wide = 15 + text_pixels(shorten(name, _NAME_CHARACTERS))
+def frame(inner_height: float, *, left: float, title: str, legend: Sequence[tuple[str, str]] = ()) -> Frame:
+    """`legend`: names with their colours, in as many lines as they need."""
+    parts = [heading(title)]
+    x, top = 16.0, 12.0 + (_TITLE_PIXELS if title else 0.0)
+    for name, colour in legend:
+        short = shorten(name, _NAME_CHARACTERS)
+        wide = 15 + text_pixels(short)
         if x > 16 and x + wide > WIDTH - 16:
-            line, x = line + 1, 16.0
-        places.append((line, x))
+            x, top = 16.0, top + _LEGEND_PIXELS
+        parts.append(element("rect", x=x, y=top - 1, width=10, height=10, rx=2, fill=colour))
+        parts.append(label(x + 15, top + 8, short, muted=True, tooltip=name if short != name else ""))
         x += wide + 18
-    return places
+    top += _LEGEND_PIXELS if legend else 0.0
+    return Frame(left, top, top + inner_height, title, "".join(parts))
+
+
+def heading(title: str) -> str:
+    return label(16, 26, title, bold=True, pixels=14) if title else ""
+
+
+def row_names(names: Sequence[str], shown: Sequence[str], right: float, top: float, row_pixels: float) -> list[str]:
+    """As many names as there is room for; those that are shown shortened have a tooltip."""
+    parts = []
+    for row in range(0, len(names), max(1, math.ceil(13 / row_pixels))):
+        tip = names[row] if shown[row] != names[row] else ""
+        parts.append(label(right, top + (row + 0.5) * row_pixels + 4, shown[row], anchor="end", tooltip=tip))
+    return parts
 
 
 def x_axis(inside: Frame, scale: Scale) -> str:
@@ -299,8 +302,10 @@ def y_axis(inside: Frame, scale: Scale) -> str:
     return "".join(parts)
 
 
-def base_line(inside: Frame, x: float) -> str:
-    return element("line", x1=x, y1=inside.top, x2=x, y2=inside.bottom, stroke=MUTED, stroke_width=1, class_="base")
+def base_line(inside: Frame, x: float, pixels: float = 1) -> str:
+    return element(
+        "line", x1=x, y1=inside.top, x2=x, y2=inside.bottom, stroke=MUTED, stroke_width=pixels, class_="base"
+    )
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:

@@ -56,6 +56,27 @@ class Lane:
 
 
 @dataclass(frozen=True)
+class Spans:
+    lane: Ints
+    start_ns: Ints
+    end_ns: Ints
+    activity: Ints
+    name: Ints  # of the longest event, in the rank's trace; ABSENT for the host's own time
+    events: Ints  # 0 for the rest of a span that was cut
+
+    @property
+    def length_ns(self) -> Ints:
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True)
+class Rectangles(Spans):
+    busy_ns: Ints
+    bottom_ratio: Floats  # of the lane's height
+    height_ratio: Floats
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Times since the beginning of the step, which is the end of the one before."""
 
@@ -63,17 +84,8 @@ class Timeline:
     duration_ns: int
     lanes: tuple[Lane, ...]  # by rank
     streams_left_out: int
-
-    # One entry a rectangle.
-    lane: Ints
-    start_ns: Ints
-    end_ns: Ints
-    activity: Ints
-    bottom_ratio: Floats  # of the lane's height
-    height_ratio: Floats
-    busy_ns: Ints
-    events: Ints
-    name: tuple[str, ...]  # of the longest; shortened, empty for the host's own time
+    drawn: Rectangles
+    names: tuple[str, ...]  # of what is drawn; shortened, empty for the host's own time
 
 
 @dataclass
@@ -126,22 +138,6 @@ class _Steps:
         return int((off <= max(_NEAR_RATIO * self.mean_ns, float(off.min()))).argmax())
 
 
-@dataclass(frozen=True)
-class _Spans:
-    """In a lane they are in order and do not overlap."""
-
-    lane: Ints
-    start_ns: Ints
-    end_ns: Ints
-    activity: Ints
-    name: Ints  # of the rank's trace; ABSENT for the host's own time
-    events: Ints  # 0 for the rest of a span that was cut
-
-    @property
-    def length_ns(self) -> Ints:
-        return self.end_ns - self.start_ns
-
-
 def step_timeline(ranks: Ranks, times: Mapping[int, Times], drawn: Sequence[int], axis_ns: int = 0) -> Timeline:
     """A step whose duration is near the mean, on the ranks that are `drawn`. The axis that it is drawn on may be longer
     than the step."""
@@ -152,7 +148,7 @@ def step_timeline(ranks: Ranks, times: Mapping[int, Times], drawn: Sequence[int]
     begin = int(leader.begin_ns[leader.typical])
     duration = max(int(leader.end_ns[leader.typical]) - begin, 1)
     lanes: list[Lane] = []
-    parts: list[_Spans] = []
+    parts: list[Spans] = []
     left_out = 0
     for rank in drawn:
         since = _begin(steps[rank], number, begin, duration)
@@ -165,25 +161,11 @@ def step_timeline(ranks: Ranks, times: Mapping[int, Times], drawn: Sequence[int]
             lanes.append(Lane(rank, stream, "host" if stream == _HOST else _stream_name(ranks[rank], stream)))
     spans, slice_ns = join_rows(parts), -(-max(duration, axis_ns) // _SLICES)
     made = _joined(spans, slice_ns, duration)
-    while len(made.spans.lane) > MAX_RECTANGLES and slice_ns < duration:
+    while len(made.lane) > MAX_RECTANGLES and slice_ns < duration:
         slice_ns = int(slice_ns * _COARSER) + 1
         made = _joined(spans, slice_ns, duration)
-    found = made.spans
-    return Timeline(
-        step=number,
-        duration_ns=duration,
-        lanes=tuple(lanes),
-        streams_left_out=left_out,
-        lane=found.lane,
-        start_ns=found.start_ns,
-        end_ns=found.end_ns,
-        activity=found.activity,
-        bottom_ratio=made.bottom_ratio,
-        height_ratio=made.height_ratio,
-        busy_ns=made.busy_ns,
-        events=found.events,
-        name=_names([ranks[lane.rank].trace for lane in lanes], found),
-    )
+    names = _names([ranks[lane.rank].trace for lane in lanes], made)
+    return Timeline(number, duration, tuple(lanes), left_out, made, names)
 
 
 def _recorded(graph: Graph) -> Times:
@@ -210,7 +192,7 @@ def _begin(steps: _Steps, number: int, begin: int, duration: int) -> int:
     return begin if abs(own - begin) <= duration / 2 else own
 
 
-def _spans(graph: Graph, trace: Trace, times: Times) -> _Spans:
+def _spans(graph: Graph, trace: Trace, times: Times) -> Spans:
     """All of a rank. The lane is the stream, or _HOST."""
     start, end = call_starts(graph, times), times.call_end_ns
     before = np.concatenate((start[:1], end[:-1]))
@@ -229,19 +211,19 @@ def _spans(graph: Graph, trace: Trace, times: Times) -> _Spans:
     return join_rows(parts)
 
 
-def _same(lane: Ints | int, start: Ints, end: Ints, activity: Ints | int, name: Ints) -> _Spans:
+def _same(lane: Ints | int, start: Ints, end: Ints, activity: Ints | int, name: Ints) -> Spans:
     count = len(start)
-    return _Spans(
+    return Spans(
         np.broadcast_to(lane, count), start, end, np.broadcast_to(activity, count), name, np.ones(count, np.int64)
     )
 
 
-def _within(spans: _Spans, since: int, duration: int) -> _Spans:
+def _within(spans: Spans, since: int, duration: int) -> Spans:
     start, end = (np.clip(moment - since, 0, duration) for moment in (spans.start_ns, spans.end_ns))
     return take_rows(replace(spans, start_ns=start, end_ns=end), end > start)
 
 
-def _busiest(spans: _Spans) -> tuple[list[int], int]:
+def _busiest(spans: Spans) -> tuple[list[int], int]:
     """Streams in the order of their numbers, and how many others have work."""
     on_device = take_rows(spans, spans.lane != _HOST)
     busy = np.bincount(on_device.lane, on_device.length_ns)
@@ -249,7 +231,7 @@ def _busiest(spans: _Spans) -> tuple[list[int], int]:
     return sorted(used[np.argsort(-busy[used], kind="stable")][:MAX_STREAMS].tolist()), max(len(used) - MAX_STREAMS, 0)
 
 
-def _apart(spans: _Spans) -> _Spans:
+def _apart(spans: Spans) -> Spans:
     """In order; what overlaps the spans before, as on two threads of the host, is cut."""
     spans = take_rows(spans, np.argsort(spans.start_ns, kind="stable"))
     reached = np.maximum.accumulate(spans.end_ns)
@@ -264,19 +246,16 @@ def _stream_name(rank: Traced, stream: int) -> str:
     return name if len(devices) == 1 else f"gpu {rank.trace.device[row]} {name}"
 
 
-@dataclass(frozen=True)
-class _Joined:
-    spans: _Spans
-    busy_ns: Ints
-    bottom_ratio: Floats
-    height_ratio: Floats
-
-
-def _joined(spans: _Spans, slice_ns: int, duration_ns: int) -> _Joined:
+def _joined(spans: Spans, slice_ns: int, duration_ns: int) -> Rectangles:
     """Spans of a slice and longer stay as they are. Others are joined by slice and activity, between the long ones."""
     long = spans.length_ns >= slice_ns
     kept = take_rows(spans, long)
-    full = _Joined(kept, kept.length_ns, np.zeros(len(kept.lane)), np.ones(len(kept.lane)))
+    full = Rectangles(
+        **vars(kept),
+        busy_ns=kept.length_ns,
+        bottom_ratio=np.zeros(len(kept.lane)),
+        height_ratio=np.ones(len(kept.lane)),
+    )
     if long.all():
         return full
     short = _short(spans, long, slice_ns, duration_ns)
@@ -299,21 +278,20 @@ def _joined(spans: _Spans, slice_ns: int, duration_ns: int) -> _Joined:
         end_ns=short.high_ns[longest],
         events=np.bincount(of, short.spans.events).astype(np.int64),
     )
-    parts = (full, _Joined(slices, busy, bottom, ratio))
-    return replace(join_rows(parts), spans=join_rows([one.spans for one in parts]))
+    return join_rows((full, Rectangles(**vars(slices), busy_ns=busy, bottom_ratio=bottom, height_ratio=ratio)))
 
 
 @dataclass(frozen=True)
 class _Short:
     """Spans that are shorter than a slice, cut at its borders, and the room that they share."""
 
-    spans: _Spans
+    spans: Spans
     group: Ints
     low_ns: Ints
     high_ns: Ints
 
 
-def _short(spans: _Spans, long: Bools, slice_ns: int, duration_ns: int) -> _Short:
+def _short(spans: Spans, long: Bools, slice_ns: int, duration_ns: int) -> _Short:
     place = np.arange(len(long))
     last = np.maximum.accumulate(np.where(long, place, ABSENT))
     following = np.minimum.accumulate(np.where(long, place, len(long))[::-1])[::-1]
@@ -332,12 +310,12 @@ def _short(spans: _Spans, long: Bools, slice_ns: int, duration_ns: int) -> _Shor
     return _Short(cut, group, np.maximum(low, slot * slice_ns), np.minimum(high, (slot + 1) * slice_ns))
 
 
-def _in_lane(spans: _Spans, other: Ints) -> Bools:
+def _in_lane(spans: Spans, other: Ints) -> Bools:
     found: Bools = (other >= 0) & (spans.lane[other] == spans.lane)
     return found
 
 
-def _names(traces: Sequence[Trace], spans: _Spans) -> tuple[str, ...]:
+def _names(traces: Sequence[Trace], spans: Spans) -> tuple[str, ...]:
     """Names of the rectangles' longest events; each is shortened once."""
     short: dict[tuple[int, int], str] = {}
     for lane, name in set(zip(spans.lane.tolist(), spans.name.tolist(), strict=True)):

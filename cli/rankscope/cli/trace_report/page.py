@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rankscope.analysis.plots import svg
-from rankscope.analysis.plots.charts import Series, bars, lines, stacked_bars
+from rankscope.analysis.plots.charts import Curve, Series, bars, plot
 from rankscope.analysis.plots.heat_map import heat_map
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
@@ -41,7 +41,7 @@ def part_plot(report: Report) -> str:
     ranks = report.ranks[:_MAX_BARS]
     present = [part for part in _PARTS if any(rank.parts_us[part[0]] > 0 for rank in ranks)]
     series = [Series(name, [rank.parts_us[key] for rank in ranks], colour) for key, name, colour in present]
-    return stacked_bars([name_of(rank) for rank in ranks], series, axis=_TIME, row_title="rank")
+    return bars([name_of(rank) for rank in ranks], series, axis=_TIME, row_title="rank")
 
 
 def step_plot(report: Report) -> str:
@@ -57,10 +57,9 @@ def step_plot(report: Report) -> str:
             ("exposed communication", [step.exposed_communication_us for step in steps]),
             ("idle", [step.idle_us for step in steps]),
         )
-        series = [Series(name, values) for name, values in parts if name in ("step", "compute") or any(values)]
-        return lines(
-            [step.number for step in steps], series, across=Axis("step"), up=_TIME, title="Time of each step by part"
-        )
+        shown = [part for part in parts if part[0] in ("step", "compute") or any(part[1])]
+        curves = [Curve(name, [step.number for step in steps], values) for name, values in shown]
+        return plot(curves, across=Axis("step"), up=_TIME, title="Time of each step by part")
     place = {number: column for column, number in enumerate(numbers)}
     values = np.full((len(report.ranks), len(numbers)), np.nan)
     for row, rank in enumerate(report.ranks):
@@ -83,13 +82,13 @@ def arrival_plots(join: JoinReport) -> list[str]:
     return [
         bars(
             labels,
-            [float(join.last_arrivals[rank]) for rank in ranks],
+            [Series("", [float(join.last_arrivals[rank]) for rank in ranks])],
             axis=Axis("collectives in which the rank came last"),
             title="Who comes last",
             marked=marked,
             row_title="rank",
         ),
-        stacked_bars(
+        bars(
             labels,
             [
                 Series("transfer", [join.waits[rank].transfer_us for rank in ranks], svg.BLUE),
@@ -106,7 +105,8 @@ def kernel_plot(rank: RankSummary) -> str:
     names = [kernel.name for kernel in rank.top_kernels]
     marked = [row for row, kernel in enumerate(rank.top_kernels) if kernel.kind == "communication"]
     title = "Total time (orange: communication)" if marked else "Total time"
-    return bars(names, [kernel.total_us for kernel in rank.top_kernels], axis=_TIME, title=title, marked=marked)
+    totals = Series("", [kernel.total_us for kernel in rank.top_kernels])
+    return bars(names, [totals], axis=_TIME, title=title, marked=marked)
 
 
 def bucket_plots(rank: RankSummary) -> list[str]:
@@ -117,7 +117,7 @@ def bucket_plots(rank: RankSummary) -> list[str]:
     exposed = [_difference(bucket.duration_us, part) for bucket, part in zip(found.buckets, hidden, strict=True)]
     labels = [f"{bucket.order}: {quantity(bucket.bytes, 'B')}" for bucket in found.buckets]
     plots = [
-        stacked_bars(
+        bars(
             labels,
             [Series("hidden", hidden, svg.SKY), Series("exposed", exposed, svg.ORANGE)],
             axis=_TIME,
@@ -126,11 +126,10 @@ def bucket_plots(rank: RankSummary) -> list[str]:
     ]
     if found.other_caps:
         caps = [float(cap.cap_mb) for cap in found.other_caps]
-        predicted = Series("predicted", [cap.exposed_us for cap in found.other_caps])
-        measured = Series("as it is", [found.exposed_us for _ in found.other_caps], svg.GREY)
+        predicted = Curve("predicted", caps, [cap.exposed_us for cap in found.other_caps])
+        measured = Curve("as it is", caps, [found.exposed_us for _ in found.other_caps], svg.GREY)
         plots.append(
-            lines(
-                caps,
+            plot(
                 [predicted, measured],
                 across=Axis("bucket_cap_mb", "MB", log=True),
                 up=Axis("exposed communication a step", "us"),

@@ -50,7 +50,7 @@ class MetricsServer:
             reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
             raise ListenError(f"{reason}; pass another --metrics-listen") from error
         self.url = f"{self._server.url}/metrics"
-        self._server.serve("rankscope-metrics")
+        self._server.start()
 
     @property
     def cpu_seconds(self) -> float:
@@ -58,7 +58,7 @@ class MetricsServer:
         return self._server.cpu_seconds
 
     def close(self) -> None:
-        self._server.close()
+        self._server.stop()
 
     def _health(self, request: Request) -> Response:
         if self._is_alive():

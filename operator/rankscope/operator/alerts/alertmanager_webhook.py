@@ -41,7 +41,6 @@ class AlertReceiver:
         desk: AlertDecisions,
         token: bytes,
         tls: FollowedTls | None = None,
-        limits: Limits = LIMITS,
     ) -> None:
         if not token:
             raise ValueError("an alert receiver needs a token")
@@ -52,14 +51,14 @@ class AlertReceiver:
             ("GET", PATH): Route(self._recent, check=self._check_token),
             ("POST", PATH): Route(self._receive, BODY_BYTES, self._check_token),
         }
-        self._server = HttpServer(host, port, routes, tls, limits)
+        self._server = HttpServer(host, port, routes, tls, LIMITS)
         self.url = f"{self._server.url}{PATH}"
 
     def start(self) -> None:
-        self._server.serve("rankscope-alerts")
+        self._server.start()
 
     def stop(self) -> None:
-        self._server.close()
+        self._server.stop()
 
     def _check_token(self, request: Request) -> Response | None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")

@@ -103,12 +103,12 @@ class Webhooks:
         return self.certificates.expires_unix
 
     def start(self) -> None:
-        self.server.serve("rankscope-webhooks")
+        self.server.start()
         self.certificates.start()
 
     def stop(self) -> None:
         self.certificates.stop()
-        self.server.close()
+        self.server.stop()
 
     def _check(self, request: Request) -> Response | None:
         """Before the body is read. The API server follows the webhook's failurePolicy after a refusal."""

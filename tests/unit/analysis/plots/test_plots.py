@@ -8,7 +8,7 @@ import pytest
 
 from rankscope.analysis.plots import charts
 from rankscope.analysis.plots import svg as colours
-from rankscope.analysis.plots.charts import Cloud, Series
+from rankscope.analysis.plots.charts import Curve, Series
 from rankscope.analysis.plots.heat_map import heat_map
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
@@ -29,7 +29,7 @@ def _blocks(svg: str) -> dict[str, tuple[float, float, str]]:
 
 
 def test_bar_lengths_match_values_and_the_marked_bar_stands_out() -> None:
-    blocks = _blocks(charts.bars(["a", "b", "c"], [100.0, 50.0, None], axis=TIME, marked=[1]))
+    blocks = _blocks(charts.bars(["a", "b", "c"], [Series("", [100.0, 50.0, None])], axis=TIME, marked=[1]))
     assert list(blocks) == ["a: 100 µs", "b: 50 µs"]
     assert blocks["b: 50 µs"][1] == pytest.approx(blocks["a: 100 µs"][1] / 2, abs=0.02)
     assert blocks["b: 50 µs"][2] == colours.VERMILION != blocks["a: 100 µs"][2]
@@ -37,18 +37,18 @@ def test_bar_lengths_match_values_and_the_marked_bar_stands_out() -> None:
 
 def test_stacked_parts_follow_each_other_without_gap_or_overlap() -> None:
     series = [Series("compute", [60.0, 10.0]), Series("idle", [40.0, math.nan]), Series("copy", [20.0, 5.0])]
-    blocks = list(_blocks(charts.stacked_bars(["0", "1"], series, axis=TIME)).values())
+    blocks = list(_blocks(charts.bars(["0", "1"], series, axis=TIME)).values())
     for before, after in ((blocks[0], blocks[1]), (blocks[1], blocks[2]), (blocks[3], blocks[4])):
         assert before[0] + before[1] == pytest.approx(after[0], abs=0.02)
     assert len({colour for _, _, colour in blocks}) == 3
 
 
 def test_missing_values_break_lines_and_log_axes_omit_zero() -> None:
-    svg = charts.lines([0, 1, 2, 3, 4], [Series("r", [1.0, 2.0, None, 1.0, 3.0])], across=Axis("step"), up=TIME)
+    svg = charts.plot([Curve("r", range(5), [1.0, 2.0, None, 1.0, 3.0])], across=Axis("step"), up=TIME)
     assert len(list(ElementTree.fromstring(svg).iter(f"{SVG}polyline"))) == 2
-    clouds = [Cloud("ops", [0.0, 10.0, 1000.0], [1.0, 10.0, math.inf], notes=["zero", "shown", "infinite"])]
-    svg = charts.scatter(clouds, across=Axis("size", "B", log=True), up=Axis("time", "us", log=True))
-    assert [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")] == ["ops: shown"]
+    clouds = [Curve("ops", [0.0, 10.0, 1000.0], [1.0, 10.0, math.inf], has_line=False)]
+    svg = charts.plot(clouds, across=Axis("size", "B", log=True), up=Axis("time", "us", log=True))
+    assert [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")] == ["ops: 10 B, 10 µs"]
 
 
 def test_a_heat_map_tells_every_cell_and_hatches_the_missing() -> None:
@@ -76,9 +76,9 @@ def test_scale_lightness_rises_evenly_and_no_colour_is_grey() -> None:
 
 def test_names_from_a_hostile_file_are_shown_and_never_run() -> None:
     plots = [
-        charts.bars([HOSTILE], [1.0], axis=TIME, title=HOSTILE),
-        charts.stacked_bars([HOSTILE], [Series(HOSTILE, [1.0])], axis=Axis(HOSTILE, HOSTILE)),
-        charts.scatter([Cloud(HOSTILE, [1.0], [1.0], notes=[HOSTILE])], across=TIME, up=TIME, diagonal=True),
+        charts.bars([HOSTILE], [Series("", [1.0])], axis=TIME, title=HOSTILE, row_title=HOSTILE),
+        charts.bars([HOSTILE], [Series(HOSTILE, [1.0])], axis=Axis(HOSTILE, HOSTILE)),
+        charts.plot([Curve(HOSTILE, [1.0], [1.0])], across=Axis(HOSTILE, HOSTILE), up=TIME, diagonal=True),
         heat_map(np.ones((1, 1)), row_labels=[HOSTILE], column_labels=[HOSTILE], title=HOSTILE),
     ]
     for plot in plots:
@@ -102,7 +102,7 @@ def test_bar_labels_differ_and_tooltips_have_the_full_names() -> None:
     names = [
         f"void at::native::reduce_kernel<512, 1, at::native::{name}<float>, {'x' * 60}>" for name in ("Max", "Min")
     ]
-    drawn = ElementTree.fromstring(charts.bars(names, [2.0, 1.0], axis=TIME))
+    drawn = ElementTree.fromstring(charts.bars(names, [Series("", [2.0, 1.0])], axis=TIME))
     found = {
         (text.text, title.text) for text in drawn.iter(f"{SVG}text") if (title := text.find(f"{SVG}title")) is not None
     }

@@ -38,17 +38,19 @@ def before(traces: dict[int, Trace]) -> Timeline:
 
 
 def busy_ns(timeline: Timeline, activity: Activity, rank: int = 0) -> int:
-    of_rank = np.array([lane.rank == rank for lane in timeline.lanes])[timeline.lane]
-    return int(timeline.busy_ns[of_rank & (timeline.activity == activity)].sum())
+    of_rank = np.array([lane.rank == rank for lane in timeline.lanes])[timeline.drawn.lane]
+    return int(timeline.drawn.busy_ns[of_rank & (timeline.drawn.activity == activity)].sum())
 
 
 def assert_sound(timeline: Timeline) -> None:
-    assert len(timeline.lane) <= MAX_RECTANGLES
-    assert (timeline.start_ns >= 0).all() and (timeline.end_ns <= timeline.duration_ns).all()
-    assert (timeline.end_ns > timeline.start_ns).all()
-    assert (timeline.bottom_ratio >= 0).all() and (timeline.bottom_ratio + timeline.height_ratio < 1 + 1e-6).all()
-    area = (timeline.end_ns - timeline.start_ns) * timeline.height_ratio
-    assert area == pytest.approx(timeline.busy_ns, rel=1e-6, abs=1.0)
+    assert len(timeline.drawn.lane) <= MAX_RECTANGLES
+    assert (timeline.drawn.start_ns >= 0).all() and (timeline.drawn.end_ns <= timeline.duration_ns).all()
+    assert (timeline.drawn.end_ns > timeline.drawn.start_ns).all()
+    assert (timeline.drawn.bottom_ratio >= 0).all() and (
+        timeline.drawn.bottom_ratio + timeline.drawn.height_ratio < 1 + 1e-6
+    ).all()
+    area = (timeline.drawn.end_ns - timeline.drawn.start_ns) * timeline.drawn.height_ratio
+    assert area == pytest.approx(timeline.drawn.busy_ns, rel=1e-6, abs=1.0)
 
 
 def test_a_step_holds_the_time_of_its_host_and_kernels() -> None:
@@ -60,7 +62,7 @@ def test_a_step_holds_the_time_of_its_host_and_kernels() -> None:
     assert busy_ns(timeline, Activity.HOST) == pytest.approx(50 * 46e3, rel=0.01)
     assert busy_ns(timeline, Activity.CALL) == pytest.approx(50 * 4e3, rel=0.01)
     # In 50 launches of 50 µs each, nothing is too short to be drawn by itself.
-    assert {name for name, events in zip(timeline.name, timeline.events, strict=True) if events == 1} == {
+    assert {name for name, events in zip(timeline.names, timeline.drawn.events, strict=True) if events == 1} == {
         "",
         "cudaLaunchKernel",
         "gemm",
@@ -77,9 +79,9 @@ def test_what_is_short_is_joined_without_losing_its_time() -> None:
     timeline = before({0: machine.trace()})
     assert_sound(timeline)
     assert busy_ns(timeline, Activity.COMPUTE) == pytest.approx(4 * 900e3 + 3996 * 1e3, rel=0.02)
-    on_device = timeline.activity == Activity.COMPUTE
-    assert int(timeline.events[on_device].sum()) == pytest.approx(4000, rel=0.02)
-    long = [int(timeline.busy_ns[row]) for row, name in enumerate(timeline.name) if name == "long"]
+    on_device = timeline.drawn.activity == Activity.COMPUTE
+    assert int(timeline.drawn.events[on_device].sum()) == pytest.approx(4000, rel=0.02)
+    long = [int(timeline.drawn.busy_ns[row]) for row, name in enumerate(timeline.names) if name == "long"]
     assert long == [900_000] * 4
 
 
@@ -151,4 +153,4 @@ def test_nothing_is_kept_of_long_names() -> None:
         began = machine.now
         machine.launch("void at::native::" + "x" * 100_000, 100.0)
         machine.annotate(f"ProfilerStep#{step}", began)
-    assert max(map(len, before({0: machine.trace()}).name)) <= 76
+    assert max(map(len, before({0: machine.trace()}).names)) <= 76
