@@ -15,8 +15,7 @@ from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.collectives.timings import UnreadableError, read_text
 from rankscope.analysis.traces.collective_timings import observe_traces
 from rankscope.cli.alpha_beta_report import draw_svg, make_page, make_report, print_report, to_json
-from rankscope.cli.exit_codes import CommandError, cannot_read
-from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.messages import CommandError, cannot_read, refuse, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal

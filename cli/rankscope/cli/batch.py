@@ -27,8 +27,7 @@ from rankscope.analysis.models.batch_size import (
 )
 from rankscope.analysis.quantities import number, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stderr, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.prediction_text import percent
 from rankscope.cli.terminal import Terminal, make_table

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.analysis.stats.step_time_comparison import CompareError, Comparison, Shift, Side, compare
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.messages import Exit, refuse, to_stdout
 from rankscope.cli.mfu_request import QuantityError
 from rankscope.cli.options import add_options
 from rankscope.cli.step_times import UNITS, StepFileError, read_runs

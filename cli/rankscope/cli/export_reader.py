@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.cli.exit_codes import CommandError
 from rankscope.cli.export_tables import Column, Source, Table
+from rankscope.cli.messages import CommandError
 from rankscope.cli.prometheus_source import explained
 from rankscope.common.http_client import REQUEST_FAILURES
 from rankscope.operator.prometheus_api import PrometheusApi, QueryError, Series, failure_of, may_answer_less, reason

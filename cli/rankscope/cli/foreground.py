@@ -14,8 +14,7 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.cli.exit_codes import CommandError, Exit, cannot_write
-from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
+from rankscope.cli.messages import CommandError, Exit, cannot_write, log_to_stderr, refuse, to_stderr
 from rankscope.common.audit import LOGGER
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.server.sockets import ListenError

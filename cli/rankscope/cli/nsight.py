@@ -22,8 +22,7 @@ import grpc
 
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.connection import CALL_SECONDS
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stderr, to_stdout
 from rankscope.cli.options import selected_ranks
 from rankscope.cli.profile_client import one_run
 from rankscope.common.text import one_line

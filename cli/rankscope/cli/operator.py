@@ -8,9 +8,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.foreground import add_service_arguments, add_tls_arguments, host_port, open_audit_log, tls_files
-from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
+from rankscope.cli.messages import Exit, log_to_stderr, refuse, to_stderr
 from rankscope.cli.prometheus_stack import add_prometheus_url_argument
 from rankscope.operator.access.api_server import PORT, UserApiSettings
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from rankscope.cli.exit_codes import CommandError, cannot_write
-from rankscope.cli.messages import to_stderr
+from rankscope.cli.messages import CommandError, cannot_write, to_stderr
 
 if TYPE_CHECKING:
     from rankscope.analysis.profiles.profile import Profile

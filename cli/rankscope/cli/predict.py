@@ -16,8 +16,7 @@ from rankscope.analysis.replay.changes import CHANGES, Change, bucket, faster
 from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import MIN_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast, gain_words
 from rankscope.analysis.replay.step_timeline import StepTimelines
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.messages import CommandError, Exit, refuse, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.predict_device import (

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from rankscope.cli.exit_codes import CommandError, Exit, cannot_read
+from rankscope.cli.messages import CommandError, Exit, cannot_read
 from rankscope.cli.options import add_since_argument, duration_seconds
 from rankscope.operator.prometheus_api import Failure, PrometheusApi, read_token
 

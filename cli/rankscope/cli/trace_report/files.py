@@ -19,8 +19,7 @@ from typing import TypeVar
 
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.exit_codes import CommandError, cannot_read
-from rankscope.cli.messages import overwrite, to_stderr
+from rankscope.cli.messages import CommandError, cannot_read, overwrite, to_stderr
 
 # Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
 _PATTERNS = (
