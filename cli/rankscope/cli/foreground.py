@@ -30,9 +30,15 @@ class Service(Protocol):
     def stop(self) -> None: ...
 
 
-def run_until_signalled(name: str, service: Service, log_level: str, audit_log: Path | None = None) -> int:
-    """The exit code: 1 if an address is in use, with the reason on stderr. Raises CommandError if audit records cannot
-    be kept."""
+def run_until_signalled(
+    name: str,
+    service: Service,
+    log_level: str,
+    audit_log: Path | None = None,
+    failures: tuple[type[Exception], ...] = (ListenError,),
+) -> int:
+    """The exit code: 1 if `start` raises one of `failures`, as when an address is in use, with the reason on stderr.
+    Raises CommandError if audit records cannot be kept."""
     log_to_stderr(log_level)
     open_audit_log(audit_log)
     stopping = threading.Event()
@@ -40,7 +46,7 @@ def run_until_signalled(name: str, service: Service, log_level: str, audit_log: 
         signal.signal(number, lambda *_: stopping.set())
     try:
         service.start()
-    except ListenError as error:
+    except failures as error:
         return refuse(str(error), Exit.FAILED)
     to_stderr(f"rankscope {name}: {service.addresses}")
     stopping.wait()
