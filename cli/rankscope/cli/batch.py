@@ -200,8 +200,8 @@ def _warnings(model: BatchModel, found: Answers, measured: list[_Measured]) -> l
     return said
 
 
-def print_answers(model: BatchModel, found: Answers, warnings: list[str], console: Terminal | None = None) -> None:
-    console = console or Terminal(soft_wrap=True)
+def print_answers(model: BatchModel, found: Answers, warnings: list[str]) -> None:
+    console = Terminal(soft_wrap=True)
     console.print(Text(_headline(model, found), style="bold" if model.holds else "bold red"))
     for line in _facts(model, found):
         console.print(Text(line, style="dim"))

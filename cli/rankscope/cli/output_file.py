@@ -80,11 +80,11 @@ def writing(option: str) -> Iterator[None]:
         raise CommandError(cannot_write(error, option)) from error
 
 
-def write_output(option: str, path: Path, content: str | bytes, about: str = "") -> None:
+def write_output(option: str, path: Path, content: str | bytes) -> None:
     """The whole file, and a line on stderr that says so. Raises CommandError."""
     with writing(option), open_output(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-    to_stderr(f"wrote {path}{about}")
+    to_stderr(f"wrote {path}")
 
 
 # Files of profiles. The ending of the name is the format.

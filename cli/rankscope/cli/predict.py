@@ -153,8 +153,8 @@ def _print_list(*, as_json: bool) -> None:
     console.print(Text("also bucketMB, such as bucket50, and KERNEL*FACTOR, such as softmax*2"))
 
 
-def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: Terminal | None = None) -> None:
-    console = console or Terminal(soft_wrap=True)
+def print_forecast(found: Forecast, ranks: int, step_ms: float | None) -> None:
+    console = Terminal(soft_wrap=True)
     if _print_facts(found, headline(found), facts(found, ranks, step_ms), console):
         _print_predictions(found, console)
 

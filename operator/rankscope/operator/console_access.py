@@ -258,13 +258,11 @@ class ConsoleAccess:
         guard: Guard,
         channels: CallerChannels,
         has_namespaces: bool = True,
-        monotonic_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         """`has_namespaces` is False without Kubernetes: there, who may call may see everything."""
         self._guard = guard
         self._channels = channels
         self._has_namespaces = has_namespaces
-        self._monotonic_seconds = monotonic_seconds
         self._reviews = anyio.CapacityLimiter(REVIEWS_AT_ONCE)
 
     def guarded(self, app: ASGIApp) -> ASGIApp:
@@ -316,7 +314,7 @@ class ConsoleAccess:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-            elif self._monotonic_seconds() - viewer.checked > RECHECK_SECONDS:
+            elif time.monotonic() - viewer.checked > RECHECK_SECONDS:
                 await self._recheck(viewer)
             await send(message)
 
@@ -339,11 +337,11 @@ class ConsoleAccess:
     def _viewer(self, request: Request) -> _Viewer:
         shown = _shown(request)
         address = "" if request.client is None else request.client.host
-        return _Viewer(shown, address, self._guard.identify(shown, address), self._monotonic_seconds())
+        return _Viewer(shown, address, self._guard.identify(shown, address), time.monotonic())
 
     async def _recheck(self, viewer: _Viewer) -> None:
         """Raises if the caller is refused, which ends the stream. The client connects again and gets the reason."""
-        viewer.checked = self._monotonic_seconds()
+        viewer.checked = time.monotonic()
         viewer.allowed.clear()
         try:
             await run_in_threadpool(self._guard.identify, viewer.shown, viewer.address)

@@ -41,7 +41,6 @@ class AlertReceiver:
         desk: AlertDecisions,
         token: bytes,
         tls: FollowedTls | None = None,
-        limits: Limits = LIMITS,
     ) -> None:
         if not token:
             raise ValueError("an alert receiver needs a token")
@@ -52,7 +51,7 @@ class AlertReceiver:
             ("GET", PATH): Route(self._recent, check=self._check_token),
             ("POST", PATH): Route(self._receive, BODY_BYTES, self._check_token),
         }
-        self._server = HttpServer(host, port, routes, tls, limits)
+        self._server = HttpServer(host, port, routes, tls, LIMITS)
         self.url = f"{self._server.url}{PATH}"
 
     def start(self) -> None:

@@ -31,7 +31,7 @@ class StepTimes(msgspec.Struct):
     after_seconds: float | None
 
 
-class RankTraceSummary(TraceSummary):
+class RankTraceSummary(TraceSummary, frozen=True):
     rank: int
 
 

@@ -57,13 +57,11 @@ class SlowNodes:
         writer: ObjectWriter,
         leases: ShardLeases,
         states: Callable[[], Mapping[str, JobState]],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._writer = writer
         self._leases = leases
         self._states = states
-        self._clock = clock
         self._lock = threading.Lock()
         self._nodes: dict[str, NodeObject] = {}  # by uid
         self.watched: Watched[NodeObject] = Watched(api, "/api/v1/nodes", read_node, self)
@@ -95,7 +93,7 @@ class SlowNodes:
         return self._leases.holds(run) and not self._leases.is_settling(run)
 
     def _set(self, node: NodeObject, run: str, status: str, reason: str, text: str) -> None:
-        now = timestamp(self._clock())
+        now = timestamp(time.time())
         condition = {
             "type": CONDITION,
             "status": status,
