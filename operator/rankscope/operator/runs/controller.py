@@ -19,9 +19,8 @@ from rankscope.operator.kube.object_writer import Events, ObjectWriter, Target
 from rankscope.operator.kube.objects import MANAGED, RunObject, collection, read_run_object, unix_seconds
 from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.runs.inventory import Inventory, Run, RunNodes
+from rankscope.operator.runs.inventory import Inventory, Run, RunKey, RunNodes
 from rankscope.operator.runs.pods import read_annotations
-from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.operator.runs.status import ended_status, gist, is_premature, run_status
 
 log = logging.getLogger(__name__)

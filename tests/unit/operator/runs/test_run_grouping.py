@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rankscope.operator.runs.inventory import NAME_CHARACTERS, RunKey, run_of
 from rankscope.operator.runs.pods import MAX_LABELS, Pod, read_pod
-from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, RunKey, run_of
 
 
 def pod(labels: dict[str, str], owner: tuple[str, str, str] | None = None, **metadata: Any) -> Pod:
