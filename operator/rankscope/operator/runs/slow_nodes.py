@@ -25,7 +25,6 @@ MESSAGE_CHARACTERS = 1000
 @dataclass(frozen=True)
 class NodeObject:
     name: str
-    uid: str
     slow_run: str  # namespace/name of the run that it is said to hold up; empty: none
 
 
@@ -34,7 +33,7 @@ def read_node(document: Document) -> NodeObject:
     conditions = (document.get("status") or {}).get("conditions") or ()
     ours = next((c for c in conditions if c.get("type") == CONDITION and c.get("status") == "True"), None)
     run = "" if ours is None else str(ours.get("message") or "").partition(": ")[0]
-    return NodeObject(metadata["name"], metadata["uid"], run)
+    return NodeObject(metadata["name"], run)
 
 
 def slow_nodes(state: JobState) -> frozenset[str]:

@@ -151,7 +151,7 @@ def test_odd_fields_of_a_pod_count_as_missing() -> None:
     }
     read = read_pod(document)
     assert read is not None
-    assert (read.labels, read.owner, read.ready) == ({"job-name": "j"}, None, False)
+    assert (read.labels, read.owner) == ({"job-name": "j"}, None)
 
 
 @pytest.mark.parametrize(
