@@ -28,11 +28,11 @@ from rankscope.analysis.traces.cut import Stretch, WholeSteps, common_run, cut
 from rankscope.analysis.traces.diagnosis import diagnose
 from rankscope.analysis.traces.joins.join import Join, join_traces, keep_essentials
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary, TraceSummary
-from rankscope.analysis.traces.trace import Category, Trace
+from rankscope.analysis.traces.trace import Category, Trace, TraceError
 from rankscope.common.text import printable
 from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing.messages import (
