@@ -68,7 +68,6 @@ class FleetLayout:
                 node=node_name(node),
                 address=f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}",
                 phase="Running",
-                ready=True,
                 labels={"training.kubeflow.org/job-name": job.name, "training.kubeflow.org/replica-index": str(node)},
                 owner=Owner("kubeflow.org/v1", "PyTorchJob", job.name, f"uid-{job.name}"),
                 created="2026-11-15T00:00:00Z",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli import export_reader
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.operator.prometheus_api import PrometheusApi
 from tests.alerts.prometheus_running import Prometheus, backfill, running_prometheus
 from tests.fleet.exported import check_export, rows

@@ -13,8 +13,8 @@ import pytest
 
 from rankscope.analysis.fleet.report import FleetReport
 from rankscope.analysis.verdicts.verdict import FINDINGS
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.cli.report_fleet import to_json
 from rankscope.operator import fleet_history
 from rankscope.operator.correlation.correlator import LostSeconds

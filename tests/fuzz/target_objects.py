@@ -14,9 +14,8 @@ from rankscope.operator.kube.objects import read_capture_object, read_policy_obj
 from rankscope.operator.kube.resources import TrainingRunStatus
 from rankscope.operator.policies.policy import match, mfu_target_of, thresholds
 from rankscope.operator.runs.daemon_streams import DaemonPods, read_daemon_pod
-from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.inventory import NAME_CHARACTERS, Inventory, run_of
 from rankscope.operator.runs.pods import MAX_LABELS, TEXT_CHARACTERS, read_annotations, read_pod
-from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, run_of
 from rankscope.operator.runs.status import run_status
 from tests.fuzz.checking import check_number
 from tests.fuzz.json_mutating import JsonMutator

@@ -6,9 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 
-from rankscope.daemon.discovery.program import NAME_CHARACTERS
 from rankscope.daemon.discovery.rank_environment import MAX_JOB_LENGTH, MAX_WORLD_SIZE
-from rankscope.daemon.discovery.ranks import MAX_PROBLEMS, RankDiscovery
+from rankscope.daemon.discovery.ranks import MAX_PROBLEMS, NAME_CHARACTERS, RankDiscovery
 from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_window, rank_metrics
 from rankscope.daemon.gpu.attribution import claimed_gpu, visible_gpus
 from rankscope.daemon.gpu.readings import GpuReading

@@ -13,8 +13,8 @@ from rankscope.analysis.traces.cut import cut, outline
 from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
-from rankscope.analysis.traces.trace import Trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import Trace, TraceError
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import recorded

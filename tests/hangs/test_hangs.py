@@ -82,7 +82,7 @@ def test_the_recorders_that_probes_hand_over_are_matched(cause: str, sentence: s
         tails = job.recorders()
     assert {tail.source for tail in tails.values()} == {"probe"}, (tails, job.told)
     report = match_tails({rank: tail.records for rank, tail in tails.items()})
-    assert re.fullmatch(sentence, report.headline), report.findings
+    assert re.fullmatch(sentence, report.headline), report.headline
     assert report.culprits == (2,) or len(tails) < 3
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import boto3
 import pytest
 
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.messages import Exit
 from rankscope.daemon.captures.orders import Recording
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import Delivered

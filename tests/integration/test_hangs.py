@@ -8,8 +8,8 @@ import pytest
 
 from rankscope.analysis.collectives.flight_recorder.tail import match_tails
 from rankscope.analysis.verdicts.verdict import Kind
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from tests.hangs.hanging_job import SCRIPT, hanging_job
 
 pytestmark = pytest.mark.acceptance

@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.daemon import procfs
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, ListRanksResponse

@@ -31,7 +31,7 @@ from rankscope.daemon.samples import (
 )
 from rankscope.daemon.stacks.collector import StacksCollector
 from rankscope.daemon.stacks.pyspy import find_py_spy
-from rankscope.daemon.stacks.sampling_budget import MIN_RATE_HERTZ, MIN_SECONDS, Budget
+from rankscope.daemon.stacks.sampling_budget import MIN_RATE_HERTZ, MIN_RECORDING_SECONDS, Budget
 from tests.support.measuring import Measured
 from tests.support.waiting import wait_until
 
@@ -257,7 +257,7 @@ def test_many_threaded_processes_get_at_least_five_hertz_within_budget(
     assert all(isinstance(sample, StackSample) for sample in in_time), in_time
     # A machine that pauses takes samples from some.
     counts = [sample.samples for sample in in_time if isinstance(sample, StackSample)]
-    assert median(counts) >= 0.8 * MIN_SECONDS * MIN_RATE_HERTZ, counts
+    assert median(counts) >= 0.8 * MIN_RECORDING_SECONDS * MIN_RATE_HERTZ, counts
     assert source.recorded_ratio is not None
     assert source.recorded_ratio > 0.25
 

@@ -19,7 +19,8 @@ from rankscope.analysis.traces.device_memory import measure_memory
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.reader import json_stream
 from rankscope.analysis.traces.reader.events import Layout, lay_out
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import TraceError
 from tests.support.measuring import Measured
 
 SMALL, LARGE = 1, 4

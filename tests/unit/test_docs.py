@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import SUBCOMMANDS, TASKS
+from rankscope.cli.messages import Exit
 from rankscope.daemon.config import SETTINGS
 from tools.exported_metrics import exported_metrics
 

@@ -14,8 +14,7 @@ from rankscope.analysis.quantities import quantity
 from rankscope.analysis.replay.advice import Advice, Advised, advise
 from rankscope.analysis.replay.prediction import gain_words
 from rankscope.analysis.traces.diagnosis import Diagnosis
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.messages import Exit, refuse, to_stderr, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.predict import add_step_argument, prediction_json, read_step, to_json
 from rankscope.cli.prediction_text import facts, gain_unit, headline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,10 @@ import numpy as np
 from rankscope.analysis.collectives.alpha_beta import Observations
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.collectives.timings import UnreadableError, read_text
+from rankscope.analysis.stats.robust import join_rows
 from rankscope.analysis.traces.collective_timings import observe_traces
 from rankscope.cli.alpha_beta_report import draw_svg, make_page, make_report, print_report, to_json
-from rankscope.cli.exit_codes import CommandError, cannot_read
-from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.messages import CommandError, cannot_read, refuse, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal
@@ -134,16 +134,8 @@ def _together(paths: Sequence[str], parts: list[Observations]) -> Observations:
     for path, part in zip(paths, parts, strict=True):
         numbers.append(part.group + len(groups))
         groups += [" ".join(word for word in (Path(path).stem, group) if word) for group in part.groups]
-    return Observations(
-        group=np.concatenate(numbers),
-        kind=np.concatenate([part.kind for part in parts]),
-        ranks=np.concatenate([part.ranks for part in parts]),
-        bytes=np.concatenate([part.bytes for part in parts]),
-        seconds=np.concatenate([part.seconds for part in parts]),
-        time_seconds=np.concatenate([part.time_seconds for part in parts]),
-        groups=tuple(groups),
-        in_order=all(part.in_order for part in parts),
-    )
+    joined, in_order = join_rows(parts), all(part.in_order for part in parts)
+    return replace(joined, group=np.concatenate(numbers), groups=tuple(groups), in_order=in_order)
 
 
 def _read_traces(paths: Sequence[str], ranks: int | None) -> ReadCollectives:

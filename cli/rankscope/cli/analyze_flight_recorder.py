@@ -22,8 +22,7 @@ from rankscope.analysis.collectives.flight_recorder.matching import Stall, analy
 from rankscope.analysis.collectives.flight_recorder.records import Position
 from rankscope.analysis.collectives.flight_recorder.report import Outcome, Report, absence_text, make_report, to_json
 from rankscope.analysis.quantities import count, shorten
-from rankscope.cli.exit_codes import Exit, cannot_read
-from rankscope.cli.messages import overwrite, refuse, to_stderr, to_stdout
+from rankscope.cli.messages import Exit, cannot_read, overwrite, refuse, to_stderr, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.trace_report.files import find_files, without_collection
 from rankscope.common.rank_selection import rank_ranges

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rankscope.analysis.collectives.nccl_log import SOCKET, NcclLog
 from rankscope.analysis.verdicts.network import NcclFacts
-from rankscope.cli.exit_codes import Exit, cannot_read
-from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.messages import Exit, cannot_read, refuse, to_stderr, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.common.text import printable
 

@@ -22,8 +22,7 @@ from rankscope.analysis.timelines.timeline import (
     read_columns,
 )
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
-from rankscope.cli.exit_codes import cannot_read
-from rankscope.cli.messages import overwrite, refuse, to_stdout
+from rankscope.cli.messages import cannot_read, overwrite, refuse, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.terminal import Terminal

@@ -27,8 +27,7 @@ from rankscope.analysis.models.batch_size import (
 )
 from rankscope.analysis.quantities import number, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stderr, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.prediction_text import percent
 from rankscope.cli.terminal import Terminal, make_table
@@ -201,8 +200,8 @@ def _warnings(model: BatchModel, found: Answers, measured: list[_Measured]) -> l
     return said
 
 
-def print_answers(model: BatchModel, found: Answers, warnings: list[str], console: Terminal | None = None) -> None:
-    console = console or Terminal(soft_wrap=True)
+def print_answers(model: BatchModel, found: Answers, warnings: list[str]) -> None:
+    console = Terminal(soft_wrap=True)
     console.print(Text(_headline(model, found), style="bold" if model.holds else "bold red"))
     for line in _facts(model, found):
         console.print(Text(line, style="dim"))

@@ -31,8 +31,7 @@ from rankscope.cli.capture_output import (
 )
 from rankscope.cli.connection import CALL_SECONDS, connected, explain
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stderr, to_stdout
 from rankscope.operator.console.capture_answers import FINAL, delivered
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub

@@ -27,7 +27,7 @@ from rankscope.cli.capture_output import (
     to_object,
 )
 from rankscope.cli.connection import explain
-from rankscope.cli.exit_codes import CommandError, cannot_write
+from rankscope.cli.messages import CommandError, cannot_write
 from rankscope.cli.output_file import open_output, writing
 from rankscope.common.text import printable
 from rankscope.operator.console.capture_answers import (

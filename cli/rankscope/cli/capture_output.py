@@ -19,8 +19,7 @@ from rich.text import Text
 from rankscope.analysis.quantities import NOT_MEASURED, quantity
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.connection import CALL_SECONDS
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stderr
+from rankscope.cli.messages import CommandError, Exit, to_stderr
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import printable
 from rankscope.operator.console.capture_answers import FINAL, capture_answer, delivered, state_word, what_happened

@@ -11,8 +11,7 @@ from rankscope.cli.capture_download import fetch, prepare, print_capture
 from rankscope.cli.capture_output import elsewhere, list_table, make_console, make_progress, to_object
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stdout
 from rankscope.common.rank_selection import rank_ranges
 from rankscope.operator.console.capture_answers import FINAL, delivered, safe_name, state_word
 from rankscope.v1 import capture_service_pb2 as pb

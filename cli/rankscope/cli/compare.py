@@ -8,13 +8,12 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rankscope.analysis.stats.step_time_comparison import CompareError, Comparison, Shift, Side, compare
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.messages import Exit, refuse, to_stdout
 from rankscope.cli.mfu_request import QuantityError
 from rankscope.cli.options import add_options
 from rankscope.cli.step_times import UNITS, StepFileError, read_runs
@@ -197,14 +196,14 @@ def to_json(
 ) -> dict[str, Any]:
     return {
         **({} if gate is None else {"gate": {"max_regression_ratio": gate.limit_ratio, "result": gate.word}}),
-        **_shift_json(result.median),
+        **asdict(result.median),
         "significant": result.significant,
         "confidence": result.confidence,
         "cliffs_delta": result.cliffs_delta,
         "method": result.method,
         "reason": result.reason or None,
         "sentence": sentence(result),
-        "mean": {**_shift_json(result.mean), "significant": result.mean.significant(result.confidence)},
+        "mean": {**asdict(result.mean), "significant": result.mean.significant(result.confidence)},
         "a": _side_json(result.a, names_a),
         "b": _side_json(result.b, names_b),
         "notes": notes,
@@ -265,15 +264,6 @@ def _duration(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:,.4g} {unit}"
     return f"{seconds / 1e-9:,.4g} ns"
-
-
-def _shift_json(shift: Shift) -> dict[str, Any]:
-    return {
-        "difference_ratio": shift.difference_ratio,
-        "ci_low": shift.ci_low,
-        "ci_high": shift.ci_high,
-        "p_value": shift.p_value,
-    }
 
 
 def _side_json(side: Side, names: tuple[str, ...]) -> dict[str, Any]:

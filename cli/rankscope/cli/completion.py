@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import to_stdout
+from rankscope.cli.messages import Exit, to_stdout
 
 SHELLS = ("bash", "zsh", "fish")
 _EPILOG = """\

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from rankscope.cli.contexts import TOKEN_VARIABLE, Endpoint, EndpointError, endpoint_of
-from rankscope.cli.exit_codes import CommandError, cannot_read, of_call
+from rankscope.cli.messages import CommandError, cannot_read, of_call
 from rankscope.common.http_server import is_loopback
 from rankscope.common.text import printable
 from rankscope.daemon.config import default_socket

@@ -17,8 +17,7 @@ from rankscope.cli.contexts import (
     load_contexts,
     save_contexts,
 )
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import to_stdout
+from rankscope.cli.messages import Exit, to_stdout
 from rankscope.cli.options import add_options
 
 _EPILOG = """\

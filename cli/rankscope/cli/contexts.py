@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.messages import CommandError
 from rankscope.cli.output_file import open_output
 
 VARIABLE = "RANKSCOPE_CONTEXT"

@@ -16,7 +16,6 @@ from rankscope.cli.foreground import (
 from rankscope.cli.messages import refuse
 from rankscope.cli.prometheus_stack import add_prometheus_url_argument
 from rankscope.common.http_server import is_loopback
-from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.access.api_server import PORT
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address, read_token
 from rankscope.operator.console.server import PORT as CONSOLE_PORT
@@ -102,30 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         runtime = CorrelatorRuntime(_settings(arguments))
     except (ValueError, OSError, TokenError, SourceError) as error:
         return refuse(str(error))
-    return run_until_signalled("correlator", _Service(runtime), arguments.log_level, arguments.audit_log)
-
-
-class _Service:
-    def __init__(self, runtime: CorrelatorRuntime) -> None:
-        self._runtime = runtime
-        self.stop = runtime.stop
-
-    def start(self) -> None:
-        try:
-            self._runtime.start()
-        except (ValueError, OSError) as error:
-            raise ListenError(str(error)) from error
-
-    @property
-    def addresses(self) -> str:
-        runtime = self._runtime
-        named = {
-            "metrics": f"{runtime.server.url}/metrics",
-            "api": runtime.api_address,
-            "console": None if runtime.console is None else runtime.console.url,
-            "alerts": runtime.jobs.alerts_url,
-        }
-        return ", ".join(f"{name} {what}" for name, what in named.items() if what)
+    failures = (ValueError, OSError)
+    return run_until_signalled("correlator", runtime, arguments.log_level, arguments.audit_log, failures)
 
 
 def _settings(arguments: argparse.Namespace) -> CorrelatorSettings:

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rankscope.cli.exit_codes import CommandError
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, to_stderr, to_stdout
 from rankscope.daemon.config import (
     ENVIRONMENT_PREFIX,
     NONE,

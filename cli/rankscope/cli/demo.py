@@ -15,8 +15,7 @@ from rich.text import Text
 from rankscope.cli.demo_job.faults import NONE, FaultError, parse_fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from rankscope.cli.demo_report import Outcome, Watch, print_summary, print_verdict, to_json
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import log_to_stderr, refuse, to_stderr, to_stdout
+from rankscope.cli.messages import Exit, log_to_stderr, refuse, to_stderr, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.standalone import ConsoleListen, Standalone, private_config
 from rankscope.cli.terminal import Terminal

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.daemon import add_setting_arguments, read_settings
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import to_stdout
+from rankscope.cli.messages import Exit, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.common.text import one_line
 from rankscope.daemon.doctor_checks import Finding, Level

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from rankscope.analysis.fleet.tables import moment
 from rankscope.analysis.quantities import count, quantity
-from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.export_files import ExportDirectory
 from rankscope.cli.export_reader import MAX_ANSWER_BYTES, PAGE_SECONDS, QUERY_SECONDS, Missed, Reader
 from rankscope.cli.export_tables import TABLES, Source, Table
-from rankscope.cli.messages import overwrite, to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, overwrite, to_stderr, to_stdout
 from rankscope.cli.options import add_options, add_output_argument, duration_seconds
 from rankscope.cli.prometheus_source import add_source_arguments, explained, since_seconds, source
 from rankscope.operator.prometheus_api import NO_SERIES, Failure

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from rankscope.cli.exit_codes import CommandError, cannot_write
 from rankscope.cli.export_reader import Key, Numbers, Page
 from rankscope.cli.export_tables import TABLES, VERSION, Column, Source, Table, Type, description
+from rankscope.cli.messages import CommandError, cannot_write
 from rankscope.cli.output_file import open_output
 
 SCHEMA_FILE: Final = "schema.json"

@@ -6,7 +6,7 @@ depend on the length of the export or the size of the fleet."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.cli.exit_codes import CommandError
 from rankscope.cli.export_tables import Column, Source, Table
+from rankscope.cli.messages import CommandError
 from rankscope.cli.prometheus_source import explained
 from rankscope.common.http_client import REQUEST_FAILURES
 from rankscope.operator.prometheus_api import PrometheusApi, QueryError, Series, failure_of, may_answer_less, reason
@@ -62,13 +62,10 @@ class _TooManyRowsError(Exception):
 class Reader:
     """A page is read by several queries at once. `missed` grows while pages are read."""
 
-    def __init__(
-        self, api: PrometheusApi, url: str, step_seconds: int, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def __init__(self, api: PrometheusApi, url: str, step_seconds: int) -> None:
         self._api = api
         self._url = url
         self._step = step_seconds
-        self._sleep = sleep
         self.missed: list[Missed] = []
 
     def check(self) -> None:
@@ -170,7 +167,7 @@ class Reader:
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
-            self._sleep(RETRY_SECONDS)  # a server that restarts
+            time.sleep(RETRY_SECONDS)  # a server that restarts
             return self._api.query_range(promql, begin, end - self._step, self._step)
 
     def _halves(self, begin: int, end: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -18,8 +18,7 @@ from rankscope.analysis.profiles.profile import Profile
 from rankscope.cli import options
 from rankscope.cli.connection import connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, refuse, to_stderr, to_stdout
 from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_profile, writing
 from rankscope.cli.profile_client import ProfileClient
 from rankscope.cli.terminal import Terminal

@@ -14,8 +14,7 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.cli.exit_codes import CommandError, Exit, cannot_write
-from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
+from rankscope.cli.messages import CommandError, Exit, cannot_write, log_to_stderr, refuse, to_stderr
 from rankscope.common.audit import LOGGER
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.server.sockets import ListenError
@@ -31,9 +30,15 @@ class Service(Protocol):
     def stop(self) -> None: ...
 
 
-def run_until_signalled(name: str, service: Service, log_level: str, audit_log: Path | None = None) -> int:
-    """The exit code: 1 if an address is in use, with the reason on stderr. Raises CommandError if audit records cannot
-    be kept."""
+def run_until_signalled(
+    name: str,
+    service: Service,
+    log_level: str,
+    audit_log: Path | None = None,
+    failures: tuple[type[Exception], ...] = (ListenError,),
+) -> int:
+    """The exit code: 1 if `start` raises one of `failures`, as when an address is in use, with the reason on stderr.
+    Raises CommandError if audit records cannot be kept."""
     log_to_stderr(log_level)
     open_audit_log(audit_log)
     stopping = threading.Event()
@@ -41,7 +46,7 @@ def run_until_signalled(name: str, service: Service, log_level: str, audit_log: 
         signal.signal(number, lambda *_: stopping.set())
     try:
         service.start()
-    except ListenError as error:
+    except failures as error:
         return refuse(str(error), Exit.FAILED)
     to_stderr(f"rankscope {name}: {service.addresses}")
     stopping.wait()

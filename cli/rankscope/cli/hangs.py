@@ -16,8 +16,7 @@ from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.quantities import count, quantity
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.v1 import job_service_pb2 as pb

@@ -19,9 +19,7 @@ from pathlib import Path
 
 from rankscope.cli import main as rankscope
 from rankscope.cli.contexts import TOKEN_VARIABLE
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import refuse
-from rankscope.cli.parser import Parser
+from rankscope.cli.messages import CommandError, Exit, refuse
 from rankscope.common.text import one_line
 
 COMMANDS = ("top", "flame", "stacks", "hangs", "capture", "captures", "doctor")
@@ -46,7 +44,7 @@ class KubectlError(CommandError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
+    parser = rankscope.Parser(
         prog="kubectl rankscope",
         description="Asks the operator of this cluster, through a port-forward.",
         epilog=_EPILOG,

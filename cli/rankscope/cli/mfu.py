@@ -15,8 +15,7 @@ from rankscope.analysis.models.device_peaks import DTYPES, PeakError, known_devi
 from rankscope.analysis.models.mfu import Recompute
 from rankscope.analysis.models.model_config import ConfigError
 from rankscope.analysis.models.model_shape import Counting
-from rankscope.cli.exit_codes import cannot_read
-from rankscope.cli.messages import to_stdout
+from rankscope.cli.messages import cannot_read, to_stdout
 from rankscope.cli.mfu_memory import (
     add_memory_arguments,
     measure,

@@ -22,13 +22,12 @@ import grpc
 
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.connection import CALL_SECONDS
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stderr, to_stdout
 from rankscope.cli.options import selected_ranks
 from rankscope.cli.profile_client import one_run
 from rankscope.common.text import one_line
 from rankscope.daemon import procfs
-from rankscope.daemon.captures.orders import MAX_SECONDS
+from rankscope.daemon.captures.orders import MAX_RECORDING_SECONDS
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
@@ -111,8 +110,8 @@ def _seconds(arguments: argparse.Namespace, windows: Sequence[RankWindow]) -> fl
         if not step_seconds > 0:
             raise CommandError("how long a step takes is not known yet; say --seconds S", Exit.REFUSED)
         seconds = max(arguments.steps, 1) * step_seconds
-    if not 0.05 <= seconds <= MAX_SECONDS:
-        raise CommandError(f"{seconds:.3g} seconds: a capture takes 0.05 to {MAX_SECONDS:g}; say --seconds S")
+    if not 0.05 <= seconds <= MAX_RECORDING_SECONDS:
+        raise CommandError(f"{seconds:.3g} seconds: a capture takes 0.05 to {MAX_RECORDING_SECONDS:g}; say --seconds S")
     return seconds
 
 

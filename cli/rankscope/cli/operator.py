@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.foreground import add_service_arguments, add_tls_arguments, host_port, open_audit_log, tls_files
-from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
+from rankscope.cli.foreground import add_service_arguments, add_tls_arguments, host_port, run_until_signalled, tls_files
+from rankscope.cli.messages import log_to_stderr, refuse
 from rankscope.cli.prometheus_stack import add_prometheus_url_argument
 from rankscope.operator.access.api_server import PORT, UserApiSettings
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address
@@ -140,15 +137,15 @@ def _console(arguments: argparse.Namespace) -> ConsoleSettings | None:
     return ConsoleSettings(host, port, names, loopback, name, authority, prometheus_url)
 
 
-def with_user_api(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
+def _user_api(arguments: argparse.Namespace) -> UserApiSettings | None:
     if (arguments.api_certificate is None) != (arguments.api_key is None):
         raise ValueError("--api-certificate and --api-key belong together")
     if arguments.api_listen is None:
-        return settings
+        return None
     host, port = host_port("--api-listen", arguments.api_listen)
     if not arguments.api_audience.strip():
         raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
-    return replace(settings, user_api=UserApiSettings(host, port, arguments.api_audience))
+    return UserApiSettings(host, port, arguments.api_audience)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,26 +227,11 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     log_to_stderr(arguments.log_level)
     try:
-        open_audit_log(arguments.audit_log)
         operator = Operator(_settings(arguments))
     except (ValueError, OSError, TokenError, ClusterError) as error:
         return refuse(str(error))
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    try:
-        operator.start()
-    except (ValueError, OSError) as error:
-        return refuse(str(error), Exit.FAILED)
-    to_stderr(
-        f"rankscope operator: {operator.server.url}"
-        + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")
-        + (f" api {operator.user_api.server.address}" if operator.user_api is not None else "")
-        + (f" console {operator.console.url}" if operator.console is not None else "")
-    )
-    stopping.wait()
-    operator.stop()
-    return 0
+    failures = (ValueError, OSError)
+    return run_until_signalled("operator", operator, arguments.log_level, arguments.audit_log, failures)
 
 
 def _webhooks(arguments: argparse.Namespace) -> WebhookSettings | None:
@@ -294,6 +276,7 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         alert_host=alert_host,
         alert_port=alert_port,
         webhooks=_webhooks(arguments),
+        user_api=_user_api(arguments),
         console=_console(arguments),
     )
-    return with_user_api(with_certificates(settings, arguments), arguments)
+    return with_certificates(settings, arguments)

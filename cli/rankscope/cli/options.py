@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.messages import CommandError
 from rankscope.common.rank_selection import ALL, STRAGGLER, STRAGGLER_AND_PEER, SUSPECTS, ChoiceError, numbered_ranks
 
 _DURATION: Final = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([smhd])(?:\s+ago)?")

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from rankscope.cli.exit_codes import CommandError, cannot_write
-from rankscope.cli.messages import to_stderr
+from rankscope.cli.messages import CommandError, cannot_write, to_stderr
 
 if TYPE_CHECKING:
     from rankscope.analysis.profiles.profile import Profile
@@ -81,11 +80,11 @@ def writing(option: str) -> Iterator[None]:
         raise CommandError(cannot_write(error, option)) from error
 
 
-def write_output(option: str, path: Path, content: str | bytes, about: str = "") -> None:
+def write_output(option: str, path: Path, content: str | bytes) -> None:
     """The whole file, and a line on stderr that says so. Raises CommandError."""
     with writing(option), open_output(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-    to_stderr(f"wrote {path}{about}")
+    to_stderr(f"wrote {path}")
 
 
 # Files of profiles. The ending of the name is the format.

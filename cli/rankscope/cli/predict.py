@@ -16,8 +16,7 @@ from rankscope.analysis.replay.changes import CHANGES, Change, bucket, faster
 from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import MIN_GAIN_RATIO, Forecast, Prediction, StepCosts, forecast, gain_words
 from rankscope.analysis.replay.step_timeline import StepTimelines
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.messages import CommandError, Exit, refuse, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.predict_device import (
@@ -154,8 +153,8 @@ def _print_list(*, as_json: bool) -> None:
     console.print(Text("also bucketMB, such as bucket50, and KERNEL*FACTOR, such as softmax*2"))
 
 
-def print_forecast(found: Forecast, ranks: int, step_ms: float | None, console: Terminal | None = None) -> None:
-    console = console or Terminal(soft_wrap=True)
+def print_forecast(found: Forecast, ranks: int, step_ms: float | None) -> None:
+    console = Terminal(soft_wrap=True)
     if _print_facts(found, headline(found), facts(found, ranks, step_ms), console):
         _print_predictions(found, console)
 

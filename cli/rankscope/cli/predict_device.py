@@ -14,7 +14,7 @@ from rankscope.analysis.replay.changes import Change
 from rankscope.analysis.replay.other_device import Bound, MovedStep, OtherDevice, predict_on
 from rankscope.analysis.traces.summary import device_name
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.messages import CommandError
 from rankscope.cli.prediction_text import percent
 from rankscope.cli.terminal import Terminal, make_table
 

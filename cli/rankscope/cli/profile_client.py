@@ -10,8 +10,7 @@ import grpc
 from rankscope.analysis.profiles.pprof import PprofError, read_pprof
 from rankscope.analysis.profiles.profile import Profile
 from rankscope.cli.connection import CALL_SECONDS
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import to_stderr
+from rankscope.cli.messages import CommandError, Exit, to_stderr
 from rankscope.daemon.captures.orders import CaptureError, UnknownError
 from rankscope.daemon.captures.request import choose_run
 from rankscope.v1 import profile_service_pb2 as pb

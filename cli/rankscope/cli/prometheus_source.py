@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from rankscope.cli.exit_codes import CommandError, Exit, cannot_read
+from rankscope.cli.messages import CommandError, Exit, cannot_read
 from rankscope.cli.options import add_since_argument, duration_seconds
 from rankscope.operator.prometheus_api import Failure, PrometheusApi, read_token
 
-MAX_SECONDS: Final = 92 * 86400.0
+MAX_SINCE_SECONDS: Final = 92 * 86400.0
 MAX_TENANT_CHARACTERS: Final = 256
 _FAILURES: Final = {
     Failure.UNREACHABLE: (Exit.UNREACHABLE, "see that it runs and that this machine reaches it"),
@@ -35,8 +35,8 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 def since_seconds(arguments: argparse.Namespace) -> float:
     """Raises CommandError."""
     seconds = duration_seconds("--since", arguments.since)
-    if seconds > MAX_SECONDS:
-        raise CommandError(f"--since {arguments.since}: at most {MAX_SECONDS / 86400:.0f}d")
+    if seconds > MAX_SINCE_SECONDS:
+        raise CommandError(f"--since {arguments.since}: at most {MAX_SINCE_SECONDS / 86400:.0f}d")
     return seconds
 
 

@@ -14,8 +14,7 @@ import msgspec
 
 from rankscope.analysis.quantities import count, quantity, shorten, shorten_all
 from rankscope.analysis.traces.capture_report import CaptureReport, CaptureRow, capture_report, capture_row
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import overwrite, to_stderr
+from rankscope.cli.messages import CommandError, Exit, overwrite, to_stderr
 from rankscope.cli.options import add_options, add_output_argument
 from rankscope.cli.output_file import open_output, write_output, writing
 from rankscope.cli.trace_report.files import BrokenFile, find_files, without_collection

@@ -19,8 +19,7 @@ from rankscope.analysis.plots.charts import Series, bars
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.exit_codes import CommandError, Exit
-from rankscope.cli.messages import overwrite, to_stderr, to_stdout
+from rankscope.cli.messages import CommandError, Exit, overwrite, to_stderr, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.prometheus_source import add_source_arguments, explained, since_seconds, source

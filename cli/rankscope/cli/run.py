@@ -23,9 +23,8 @@ from types import FrameType
 
 from rankscope.analysis.verdicts.verdict import gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
-from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.job_tables import MARKS
-from rankscope.cli.messages import refuse, to_stderr
+from rankscope.cli.messages import CommandError, Exit, refuse, to_stderr
 from rankscope.cli.options import add_options
 from rankscope.cli.output_file import write_output
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json

@@ -11,8 +11,7 @@ from rankscope.analysis.profiles.stack_groups import StackGroup, frame_text, gro
 from rankscope.cli import options
 from rankscope.cli.connection import connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.exit_codes import Exit
-from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.messages import Exit, refuse, to_stdout
 from rankscope.cli.profile_client import ProfileClient
 from rankscope.common.text import printable
 from rankscope.v1.profile_service_pb2 import RankStack

@@ -141,9 +141,8 @@ class Standalone:
     def _start_console(self, listen: ConsoleListen) -> None:
         # A web server takes 0.2 s to import, and `rankscope run` needs none.
         from rankscope.operator.console.history import History
-        from rankscope.operator.console.local_callers import local_channels
         from rankscope.operator.console.older_history import PrometheusHistory
-        from rankscope.operator.console.server import ConsoleServer
+        from rankscope.operator.console.server import ConsoleServer, local_channels
 
         history, self._older = History(self._jobs.lost), PrometheusHistory()
         self.read_older_history(listen.prometheus_url)

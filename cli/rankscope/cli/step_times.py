@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from rankscope.analysis.stats.robust import Floats
-from rankscope.cli.exit_codes import CommandError, cannot_read
+from rankscope.cli.messages import CommandError, cannot_read
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 # Common names of the step time in logs, and the unit where the name does not say.

@@ -30,9 +30,8 @@ from rankscope.analysis.verdicts.verdict import Verdict, evidence, headline, los
 from rankscope.cli import options
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.job_tables import MARKS, rank_table
-from rankscope.cli.messages import to_stdout
+from rankscope.cli.messages import CommandError, Exit, to_stdout
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
 from rankscope.operator.console.answers import TopAnswer, TopRun, cpu_ratio, measured, rank_answer, run_fields

@@ -6,9 +6,14 @@ they are checked again."""
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import ssl
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rankscope.common.http_server import is_loopback
 from rankscope.common.run_names import run_labels
 from rankscope.common.tls import FollowedTls, Read, TlsMaterial
-from rankscope.operator.access.caller_channels import CallerChannels, Handlers, Opened
 from rankscope.operator.access.guard import (
     Authentication,
     Credentials,
@@ -54,6 +58,17 @@ ANSWERS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "wait, then try again"),
 }
 _VIEWER = "rankscope.viewer"
+# Of the users' API behind the console.
+API_THREADS = 32
+API_STOP_SECONDS = 2.0
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 1024),
+    ("grpc.max_concurrent_streams", 32),
+)
+_SOCKETS = grpc.LocalConnectionType.UDS
+
+Handlers = Callable[[Guard], Sequence[grpc.GenericRpcHandler]]
+Opened = Callable[[], grpc.Channel]
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,57 @@ def _with_authorities(shown: Read, authorities: Path) -> Read:
     return read
 
 
+class CallerChannels:
+    """The users' API, in the names of the console's callers. From `start` to `stop`. Thread-safe.
+
+    Browsers come by HTTP, with tokens, certificates or through a proxy. The API is asked in their place over a Unix
+    socket that only this process uses. A call shows a ticket, which stands for what the caller has shown: access,
+    limits and audit are those of a call over the network."""
+
+    def __init__(self, authentication: Authentication, handlers: Handlers, audit: CaptureAudit) -> None:
+        """`handlers` are the services behind a guard."""
+        self._tickets: dict[str, tuple[Credentials, str]] = {}  # what its caller has shown, and the address
+        self._folder = ""
+        self._server = grpc.server(
+            ThreadPoolExecutor(API_THREADS, thread_name_prefix="rankscope-console-api"),
+            handlers=handlers(Guard(authentication, audit, self._peer)),
+            maximum_concurrent_rpcs=API_THREADS,
+            options=_OPTIONS,
+        )
+
+    def start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="rankscope-")  # for us alone
+        self._server.add_secure_port(self._target, grpc.local_server_credentials(_SOCKETS))
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(API_STOP_SECONDS).wait(API_STOP_SECONDS + 1.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextmanager
+    def of(self, shown: Credentials, address: str) -> Iterator[Opened]:
+        """Opens channels in this caller's name, until the end of the context."""
+        ticket = secrets.token_urlsafe(32)
+        self._tickets[ticket] = (shown, address)
+        ours = grpc.local_channel_credentials(_SOCKETS)
+        credentials = grpc.composite_channel_credentials(ours, grpc.access_token_call_credentials(ticket))
+        try:
+            yield lambda: grpc.secure_channel(self._target, credentials, [("grpc.use_local_subchannel_pool", 1)])
+        finally:
+            del self._tickets[ticket]
+
+    @property
+    def _target(self) -> str:
+        return f"unix:{self._folder}/api.sock"
+
+    def _peer(self, context: grpc.ServicerContext) -> tuple[Credentials, str]:
+        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        known = self._tickets.get(str(given).removeprefix("Bearer "))
+        if known is None:
+            raise RefusedError(grpc.StatusCode.UNAUTHENTICATED, "the request of the browser is over")
+        return known
+
+
 class ProxyAuthentication:
     """A user that a trusted proxy names; without such a proxy, what the other authentication says."""
 
@@ -192,13 +258,11 @@ class ConsoleAccess:
         guard: Guard,
         channels: CallerChannels,
         has_namespaces: bool = True,
-        monotonic_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         """`has_namespaces` is False without Kubernetes: there, who may call may see everything."""
         self._guard = guard
         self._channels = channels
         self._has_namespaces = has_namespaces
-        self._monotonic_seconds = monotonic_seconds
         self._reviews = anyio.CapacityLimiter(REVIEWS_AT_ONCE)
 
     def guarded(self, app: ASGIApp) -> ASGIApp:
@@ -250,7 +314,7 @@ class ConsoleAccess:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-            elif self._monotonic_seconds() - viewer.checked > RECHECK_SECONDS:
+            elif time.monotonic() - viewer.checked > RECHECK_SECONDS:
                 await self._recheck(viewer)
             await send(message)
 
@@ -273,11 +337,11 @@ class ConsoleAccess:
     def _viewer(self, request: Request) -> _Viewer:
         shown = _shown(request)
         address = "" if request.client is None else request.client.host
-        return _Viewer(shown, address, self._guard.identify(shown, address), self._monotonic_seconds())
+        return _Viewer(shown, address, self._guard.identify(shown, address), time.monotonic())
 
     async def _recheck(self, viewer: _Viewer) -> None:
         """Raises if the caller is refused, which ends the stream. The client connects again and gets the reason."""
-        viewer.checked = self._monotonic_seconds()
+        viewer.checked = time.monotonic()
         viewer.allowed.clear()
         try:
             await run_in_threadpool(self._guard.identify, viewer.shown, viewer.address)

@@ -156,6 +156,16 @@ class CorrelatorRuntime:
         return self.user_api.server.address
 
     @property
+    def addresses(self) -> str:
+        named = {
+            "metrics": f"{self.server.url}/metrics",
+            "api": self.api_address,
+            "console": None if self.console is None else self.console.url,
+            "alerts": self.jobs.alerts_url,
+        }
+        return ", ".join(f"{name} {what}" for name, what in named.items() if what)
+
+    @property
     def _parts(self) -> Sequence[Part]:
         """In the order in which they are started. They are stopped in reverse."""
         assert self.user_api is not None

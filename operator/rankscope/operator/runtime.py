@@ -144,14 +144,14 @@ class Operator:
 
         # Our own kinds of objects.
         calls = DaemonCalls(shown_to_daemons)
-        self._relay = ProfileRelay(calls, self.addresses)
+        self._relay = ProfileRelay(calls, self._addresses)
         self.captures = CapturesController(
             self.api,
             writer,
             self.leases,
             calls,
             self.states_by_job,
-            self.addresses,
+            self._addresses,
             audit=self.audit,
             policy_of=thresholds.policy_of,
         )
@@ -177,7 +177,7 @@ class Operator:
             self.automatic,
             thresholds,
             calls.channel,
-            self.addresses,
+            self._addresses,
             self.connected,
         )
         self.slow_nodes: SlowNodes | None = None
@@ -215,7 +215,7 @@ class Operator:
                     self.audit,
                     lambda: self.runs.watched.objects.values(),
                 ),
-                Traces(calls, self.addresses),
+                Traces(calls, self._addresses),
                 self._relay,
                 self.audit,
                 callers_tls,
@@ -291,19 +291,29 @@ class Operator:
         has_certificates = self.certificates is None or self.certificates.are_held
         return is_serving and has_certificates and self.pods.listed.is_set() and self.daemon_watch.listed.is_set()
 
+    @property
+    def addresses(self) -> str:
+        """Where it serves what."""
+        named = {
+            "alerts": None if self.alerts is None else self.alerts.url,
+            "api": None if self.user_api is None else self.user_api.server.address,
+            "console": None if self.console is None else self.console.url,
+        }
+        return " ".join([self.server.url, *(f"{name} {what}" for name, what in named.items() if what)])
+
     def states(self) -> tuple[JobState, ...]:
         return self.correlator.states
 
     def states_by_job(self) -> Mapping[str, JobState]:
         return {state.job: state for state in self.correlator.states}
 
-    def addresses(self) -> Mapping[str, str]:
-        """Node to its daemon's HOST:PORT."""
-        return self.daemons.addresses
-
     def connected(self) -> Mapping[str, int]:
         """Nodes whose windows arrive, with the number of the connection."""
         return self.streams.connected
+
+    def _addresses(self) -> Mapping[str, str]:
+        """Node to its daemon's HOST:PORT."""
+        return self.daemons.addresses
 
     def _dump(self, job: str) -> DumpStacksResponse:
         return self._relay.dump_hang(JobNodes(job, self.runs.nodes_of(job)))
@@ -312,7 +322,7 @@ class Operator:
         self.runs.report_hang(report)
 
     def _follow_daemons(self) -> None:
-        addresses = self.addresses()
+        addresses = self._addresses()
         self.streams.follow(addresses, self._own_pods())
         self.binding.forget_all_but(set(self.inventory.runs()), set(addresses))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.exit_codes import CommandError
 from rankscope.cli.foreground import open_audit_log
+from rankscope.cli.messages import CommandError
 from rankscope.common.audit import LOGGER
 
 

@@ -15,8 +15,8 @@ from rankscope.cli import capture as command
 from rankscope.cli import capture_output as capture_following
 from rankscope.cli import captures, doctor, top
 from rankscope.cli.capture_output import LineProgress, LiveProgress
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.cli.terminal import Terminal
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli import capture_server as scripted

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rankscope.cli.capture_output import to_object
-from rankscope.daemon.captures.orders import MAX_PATIENCE_SECONDS, MAX_SECONDS, MAX_STEPS
+from rankscope.daemon.captures.orders import MAX_PATIENCE_SECONDS, MAX_RECORDING_SECONDS, MAX_STEPS
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli.capture_server import ANALYSED, capture
 from tests.unit.cli.test_capture import joined
@@ -72,5 +72,5 @@ def test_every_key_of_the_json_is_described_and_no_other() -> None:
 
 
 def test_the_limits_on_the_page_are_those_of_the_code() -> None:
-    assert f"1 to {MAX_STEPS} steps, or 0.05 to {MAX_SECONDS:g} s" in PAGE
+    assert f"1 to {MAX_STEPS} steps, or 0.05 to {MAX_RECORDING_SECONDS:g} s" in PAGE
     assert f"0 to {MAX_PATIENCE_SECONDS:g} s" in PAGE

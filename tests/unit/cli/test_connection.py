@@ -13,8 +13,8 @@ import pytest
 
 from rankscope.cli import capture as command
 from rankscope.cli import captures, connection
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
 from tests.certificates import Authority

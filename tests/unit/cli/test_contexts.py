@@ -8,8 +8,8 @@ import pytest
 
 from rankscope.cli import contexts
 from rankscope.cli.contexts import Endpoint, EndpointError, contexts_path, endpoint_of, load_contexts
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main, make_parser
+from rankscope.cli.messages import Exit
 
 Output = pytest.CaptureFixture[str]
 

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from rankscope.cli import export, export_reader
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.export_tables import TABLES, Column, Source, Table, Type
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from tests.free_ports import free_port
 from tests.promql_reading import label_lists, selectors
 from tests.support.prometheus_server import prometheus_server

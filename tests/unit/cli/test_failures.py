@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.main import MODULES, main, make_parser
+from rankscope.cli.messages import CommandError, Exit
 from rankscope.cli.profile_client import one_run
 from rankscope.daemon.captures.request import choose_run
 from rankscope.daemon.captures.service import CaptureServicer

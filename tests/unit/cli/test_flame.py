@@ -9,8 +9,8 @@ import pytest
 
 from rankscope.analysis.profiles.pprof import read_pprof
 from rankscope.analysis.profiles.stack_groups import group_stacks
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.cli.stacks import stacks_text
 from rankscope.daemon.loop import Daemon
 from rankscope.daemon.samples import RankProcess, StallDump

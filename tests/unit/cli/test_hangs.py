@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from rankscope.analysis.collectives.hang_report import CollectiveRow, Gap, HangReport, Place
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.operator.correlation.correlator import Correlator, LostSeconds
 from rankscope.operator.correlation.fleet_reports import FleetReports
 from rankscope.operator.correlation.fleet_usage import FleetUsage

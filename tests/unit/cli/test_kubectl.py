@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from rankscope.cli import kubectl
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.messages import Exit
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1 import job_service_pb2_grpc
 from tests.certificates import Authority

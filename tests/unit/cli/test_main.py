@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli import main as command_line
-from rankscope.cli.exit_codes import Exit
+from rankscope.cli.messages import Exit
 from rankscope.daemon.config import SETTINGS
 
 

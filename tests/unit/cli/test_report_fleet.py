@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from rankscope.cli import report_fleet
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.operator import fleet_history
 from rankscope.operator.correlation.correlator import Correlator
 from rankscope.operator.correlation.fleet_reports import FleetReports

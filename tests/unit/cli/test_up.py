@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from rankscope.cli import up
-from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from rankscope.cli.standalone import ConsoleListen, Standalone
 from rankscope.daemon.config import resolve
 from rankscope.daemon.server.sockets import ListenError

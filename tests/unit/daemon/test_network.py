@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.analysis.verdicts.network import EVENT_NAMES, NodeNetwork
-from rankscope.daemon.network.collector import NetworkCollector
-from rankscope.daemon.network.history import CounterHistory
+from rankscope.daemon.network.collector import CounterHistory, NetworkCollector
 from rankscope.daemon.network.ports import EVENTS, MAX_PORTS, TcpReading, read_ports, read_tcp
 from rankscope.daemon.samples import RankProcess, Span
 from rankscope.daemon.windows.window import RankSamples, assemble

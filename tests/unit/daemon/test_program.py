@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.discovery.program import MAX_COMMAND_LINE_BYTES, NAME_CHARACTERS, command_of, read_program
+from rankscope.daemon.discovery.ranks import MAX_COMMAND_LINE_BYTES, NAME_CHARACTERS, command_of, read_program
 from rankscope.daemon.samples import Program
 
 

@@ -41,10 +41,6 @@ class Suspect:
     chance_ratio: float  # that some node of the fleet is a culprit so often by chance
     evidence: tuple[Evidence, ...]  # the longest first
 
-    @property
-    def culprit_ratio(self) -> float:
-        return len(self.culprit_of) / self.runs
-
 
 def find_suspects(facts: FleetFacts, thresholds: FleetThresholds) -> tuple[Suspect, ...]:
     """The most GPU-hours lost first."""

@@ -25,10 +25,6 @@ class Spread:
     zero: int = 0
     sequence_parallel: bool = False
 
-    @property
-    def gpus(self) -> int:
-        return self.data * self.tensor * self.pipeline
-
 
 @dataclass(frozen=True)
 class Training:

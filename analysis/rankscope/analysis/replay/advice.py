@@ -25,7 +25,7 @@ from rankscope.analysis.traces.kernels import Kind, classify, classify_kernels
 from rankscope.analysis.traces.source_lines import heaviest_lines
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Category, Trace
-from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 
 # Findings of a diagnosis that a change removes. The others are listed with what they cost at most.
 _REMOVES = {
@@ -82,7 +82,6 @@ def advise(
     ranks: Sequence[RankSummary],
     diagnosis: Diagnosis,
     true_step_ns: float | None = None,
-    policy: Policy = DEFAULT_POLICY,
 ) -> Advice:
     """Traces by rank; their summaries and diagnosis. `true_step_ns` as for `forecast`."""
     lines = _Lines()
@@ -105,7 +104,7 @@ def advise(
         others=tuple(one for one in predicted if one.alters_training and one.gain >= MIN_GAIN_RATIO),
         losses=tuple(finding for finding in diagnosis.findings if finding.kind not in kinds),
         in_use=_in_use(traces[min(traces)]),
-        checks=_checks(ranks, diagnosis, mfu_of(lines.ranks, found.step_ns) if found else None, policy),
+        checks=_checks(ranks, diagnosis, mfu_of(lines.ranks, found.step_ns) if found else None),
     )
 
 
@@ -199,15 +198,13 @@ def _in_use(trace: Trace) -> tuple[str, ...]:
     return tuple(what for what, is_used in found.items() if is_used)
 
 
-def _checks(
-    ranks: Sequence[RankSummary], diagnosis: Diagnosis, mfu_ratio: float | None, policy: Policy
-) -> tuple[Check, ...]:
+def _checks(ranks: Sequence[RankSummary], diagnosis: Diagnosis, mfu_ratio: float | None) -> tuple[Check, ...]:
     shares = diagnosis.shares
     if not shares:
         return ()
     times = (
-        _share("exposed communication", shares["communication"], "no computation hides it", policy),
-        _share("slow input", shares["input"], "nothing runs until the next batch", policy),
+        _share("exposed communication", shares["communication"], "no computation hides it"),
+        _share("slow input", shares["input"], "nothing runs until the next batch"),
     )
     if all(one.on_host for one in ranks):
         return times
@@ -226,8 +223,8 @@ def _utilisation(ranks: Sequence[RankSummary], busy: float, mfu_ratio: float | N
     return Check("low MFU", mfu_ratio < LOW_MFU_RATIO, f"{quantity(mfu_ratio, 'ratio')} of the peak in 16 bits; {said}")
 
 
-def _share(question: str, ratio: float, what: str, policy: Policy) -> Check:
-    return Check(question, ratio >= policy.impact_ratio, f"{quantity(ratio, 'ratio')} of the time, {what}")
+def _share(question: str, ratio: float, what: str) -> Check:
+    return Check(question, ratio >= DEFAULT_POLICY.impact_ratio, f"{quantity(ratio, 'ratio')} of the time, {what}")
 
 
 def _memory(ranks: Sequence[RankSummary]) -> Check:

@@ -23,7 +23,7 @@ Statistic = Callable[[Floats], Floats]  # over the last axis
 # Two per block. So few show only large differences, but raise no false alarms.
 STEPS_NEEDED = 8
 # Values outside are not step times, and their ratios could overflow.
-MIN_SECONDS, MAX_SECONDS = 1e-9, 1e9
+MIN_STEP_SECONDS, MAX_STEP_SECONDS = 1e-9, 1e9
 _MAX_LOG = 700.0
 
 
@@ -101,7 +101,7 @@ def _drop_warmup(runs: Sequence[Floats], warmup: int | None, name: str) -> tuple
     for run in runs:
         if len(run) == 0:
             raise CompareError(f"a run of {name} has no steps")
-        if not ((run >= MIN_SECONDS) & (run <= MAX_SECONDS)).all():
+        if not ((run >= MIN_STEP_SECONDS) & (run <= MAX_STEP_SECONDS)).all():
             raise CompareError(
                 f"a run of {name} has invalid step times: shorter than a nanosecond or longer than 30 years"
             )

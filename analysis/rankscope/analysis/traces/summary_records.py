@@ -254,3 +254,25 @@ class RankSummary(Struct, frozen=True):
         """The mean, so that steps × mean = total. None if the trace shows no steps."""
         times = self.step_times_us
         return sum(times) / len(times) if times else None
+
+
+# What a capture says about the trace of a rank: as the trace worker writes it, and as the console's API shows it.
+class TraceSummary(Struct, frozen=True):
+    span_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_communication_seconds: float
+    memory_copy_seconds: float
+    idle_seconds: float
+    step_seconds: float | None
+    overlap_ratio: float | None
+    mfu_ratio: float | None
+    collectives: dict[str, int]  # kind to count
+    top_kernels: list[str]  # the longest first
+    findings: list[str]
+    advice: list[str]
+    # One value for each step of the artifact; empty if the artifact holds more than whole steps.
+    each_step_seconds: list[float]
+    each_communication_seconds: list[float]
+    each_exposed_communication_seconds: list[float]
+    events: int

@@ -59,7 +59,6 @@ class CollectiveColumns:
     in_elements: Ints
     out_elements: Ints
     peer: Ints  # only for point-to-point calls
-    asynchronous: Ints  # 0, 1, -1
 
 
 @dataclass(frozen=True)

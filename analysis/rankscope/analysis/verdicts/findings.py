@@ -17,8 +17,8 @@ from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
 from rankscope.analysis.verdicts.network_causes import network_evidence
 from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
-from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.token_balance import TokenImbalance, explained_by_tokens, find_token_imbalance
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
+from rankscope.analysis.verdicts.verdict import ranks
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
 # Pipeline stages are compared by their medians: a long stage is no rank's fault.
@@ -252,3 +252,42 @@ def _look_for_splits(
         elif is_wide and not is_contended(summary, policy):
             imbalance = max(imbalance or 0.0, share)
     return outlier, replace(screen, reference_seconds=reference, impact_ratio=impact, outlier=outlier), imbalance
+
+
+@dataclass(frozen=True)
+class TokenImbalance:
+    """Ranks that work longer because they were given more to work on: experts of a mixture that get most of the tokens.
+    Known only where the program counts its tokens (`rankscope.probe.count_tokens`)."""
+
+    busiest: tuple[int, ...]
+    tokens_ratio: float  # of the busiest to the median rank
+    impact_ratio: float
+
+    def __str__(self) -> str:
+        get = "gets" if len(self.busiest) == 1 else "get"
+        return f"{ranks(self.busiest)} {get} {self.tokens_ratio:.1f}× the tokens of the others in every step"
+
+
+def explained_by_tokens(columns: RankColumns, screen: Screen, policy: Policy) -> Bools:
+    """Of the outliers: those with more tokens than the others, by at least as much as they work longer."""
+    tokens = columns.tokens_per_step
+    usual = median_or_nan(tokens)
+    if np.isnan(tokens).any() or not usual > 0:
+        return np.zeros(len(columns), dtype=bool)
+    with np.errstate(all="ignore"):
+        ratio = tokens / usual
+        longer = screen.compared_seconds / screen.reference_seconds
+    explained: Bools = (
+        screen.outlier & (ratio >= policy.rank_ratio) & (longer - 1 <= (1 + FIXED.token_excess_ratio) * (ratio - 1))
+    )
+    return explained
+
+
+def find_token_imbalance(columns: RankColumns, screen: Screen, explained: Bools) -> TokenImbalance:
+    """At least one rank is explained."""
+    tokens = columns.tokens_per_step
+    return TokenImbalance(
+        tuple(columns.rank[explained].tolist()),
+        float(tokens[explained].max() / median_or_nan(tokens)),
+        float(np.nanmax(screen.impact_ratio[explained], initial=0.0)),
+    )

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -131,15 +131,11 @@ class DemoJob:
             return ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def wait_until_training(
-        self, timeout: float, on_progress: Callable[[list[int]], None] | None = None, steps: int = 3
-    ) -> None:
+    def wait_until_training(self, timeout: float, steps: int = 3) -> None:
         """Returns when every rank has done that many steps; raises DemoJobError when one has ended or time is up."""
         deadline = time.monotonic() + timeout
         while True:
             done = self.steps_done()
-            if on_progress is not None:
-                on_progress(done)
             if min(done) >= steps:
                 self._cpu_at_training = [(time.monotonic(), _cpu_seconds(pid)) for pid in self.pids]
                 return

@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
-from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.exit_codes import CommandError, cannot_read
-from rankscope.cli.messages import overwrite, to_stderr
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import Trace, TraceError
+from rankscope.cli.messages import CommandError, cannot_read, overwrite, to_stderr
 
 # Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
 _PATTERNS = (

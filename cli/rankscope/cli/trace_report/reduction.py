@@ -20,7 +20,7 @@ from rankscope.analysis.traces.source_lines import summarize_lines
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.messages import CommandError
 from rankscope.cli.trace_report.files import BrokenFile, Progress, read_file, read_files
 
 SURPRISES = (ArithmeticError, LookupError, TypeError, ValueError)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rankscope.daemon.captures import probe_commands as commands
 from rankscope.daemon.captures.orders import (
-    MAX_SECONDS,
+    MAX_RECORDING_SECONDS,
     CancelledError,
     CaptureError,
     Order,
@@ -171,7 +171,7 @@ class _Attempt:
         self._report = report
         self._cancelled = cancelled
         self._who = str(order.rank)
-        self._length_seconds = MAX_SECONDS if order.seconds is None else order.seconds
+        self._length_seconds = MAX_RECORDING_SECONDS if order.seconds is None else order.seconds
         options = order.options
         warmup_steps = options.warmup_steps
         if warmup_steps is None:

@@ -15,8 +15,8 @@ from rankscope.daemon import procfs
 from rankscope.daemon.captures.orders import (
     DEFAULT_PATIENCE_SECONDS,
     MAX_PATIENCE_SECONDS,
+    MAX_RECORDING_SECONDS,
     MAX_REPEAT,
-    MAX_SECONDS,
     MAX_STEPS,
     MAX_WAIT_STEPS,
     MAX_WARMUP_STEPS,
@@ -55,8 +55,8 @@ def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None
         if not 1 <= request.steps <= MAX_STEPS:
             raise BadRequestError(f"{request.steps} steps: a capture takes 1 to {MAX_STEPS}")
         return request.steps, None
-    if not 0.05 <= request.seconds <= MAX_SECONDS:  # also refuses NaN
-        raise BadRequestError(f"{request.seconds:g} seconds: a capture takes 0.05 to {MAX_SECONDS:g}")
+    if not 0.05 <= request.seconds <= MAX_RECORDING_SECONDS:  # also refuses NaN
+        raise BadRequestError(f"{request.seconds:g} seconds: a capture takes 0.05 to {MAX_RECORDING_SECONDS:g}")
     return None, request.seconds
 
 
@@ -94,9 +94,9 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
             raise BadRequestError(f"{asked} {what}: {limit} at most")
     repeat = max(1, options.repeat)
     # The process keeps all windows in memory until the last one ends.
-    if repeat * request.steps > MAX_STEPS or repeat * request.seconds > MAX_SECONDS:
+    if repeat * request.steps > MAX_STEPS or repeat * request.seconds > MAX_RECORDING_SECONDS:
         raise BadRequestError(
-            f"{repeat} windows of that length: a capture takes {MAX_STEPS} steps or {MAX_SECONDS:g} s in all"
+            f"{repeat} windows of that length: a capture takes {MAX_STEPS} steps or {MAX_RECORDING_SECONDS:g} s in all"
         )
     return Options(
         options.shapes,

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 # Step time before and after a capture is averaged over this time.
 STEP_TIME_SECONDS = 6.0
 # From the request to the end of the recording: a start ahead, patience, the recording and its writing.
-MAX_SECONDS = 2400.0
+MAX_CAPTURE_SECONDS = 2400.0
 # What a back end needs at most to notice that it is cancelled.
 STUCK_SECONDS = 30.0
 AWAIT_SECONDS = 0.2
@@ -296,7 +296,7 @@ class CaptureRunner:
     def _await(self, capture_id: str, threads: Mapping[int, threading.Thread], stuck: set[int]) -> None:
         """Until all ranks are recorded. A rank whose file system never answers is given up when the capture takes too
         long, or some time after it is cancelled; its thread ends when the file system does."""
-        cancelled, give_up_at = self._reservations.cancelled(capture_id), time.monotonic() + MAX_SECONDS
+        cancelled, give_up_at = self._reservations.cancelled(capture_id), time.monotonic() + MAX_CAPTURE_SECONDS
         while (alive := [number for number, thread in threads.items() if thread.is_alive()]) and (
             time.monotonic() < give_up_at
         ):

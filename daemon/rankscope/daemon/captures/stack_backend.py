@@ -15,7 +15,7 @@ from rankscope.daemon import procfs
 from rankscope.daemon.blocking_reads import BlockedError
 from rankscope.daemon.captures.fetch import ROOM_FACTOR
 from rankscope.daemon.captures.orders import (
-    MAX_SECONDS,
+    MAX_RECORDING_SECONDS,
     CancelledError,
     CaptureError,
     Order,
@@ -111,4 +111,4 @@ class StacksBackend:
 
 def _seconds(order: Order) -> int:
     """Whole seconds, as py-spy requires."""
-    return math.ceil(min(MAX_SECONDS, max(1.0, order.record_seconds or UNKNOWN_STEPS_SECONDS)))
+    return math.ceil(min(MAX_RECORDING_SECONDS, max(1.0, order.record_seconds or UNKNOWN_STEPS_SECONDS)))

@@ -43,7 +43,6 @@ class Variables(Protocol):
 class Scheme:
     """The variables of one launcher."""
 
-    name: str
     rank: str
     local_rank: str
     world_size: str
@@ -51,9 +50,9 @@ class Scheme:
 
 # Innermost launcher first: torchrun under mpirun under SLURM sets all three, and the trainer obeys torchrun.
 SCHEMES: Final = (
-    Scheme("torch", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    Scheme("ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    Scheme("slurm", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    Scheme("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    Scheme("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    Scheme("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 )
 
 

@@ -1,11 +1,11 @@
-"""The daemon's metrics: what it knows about itself, the table of that and of its captures, and the exporter that walks
-all tables."""
+"""The daemon's metrics: what it knows about itself, the tables of that, of its captures and of its network ports, and
+the exporter that walks all tables."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,22 +14,25 @@ from typing import Final
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from rankscope.common.metric_table import ANY, Counter, Gauge, Section
+from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section
 from rankscope.common.run_names import run_labels
 from rankscope.daemon.captures.duty_cycle import DONE, FAILED, REASONS, SKIPPED
 from rankscope.daemon.captures.runner import RESULTS
 from rankscope.daemon.captures.service import CaptureStatus
 from rankscope.daemon.collector import CollectorStatus
 from rankscope.daemon.export.gpu_metrics import GPU_SOURCES, GPUS, LIVE_GPUS, gpu_metrics
-from rankscope.daemon.export.network_metrics import PORTS, TCP, network_metrics
 from rankscope.daemon.export.rank_metrics import RANKS, RankReport, rank_metrics
 from rankscope.daemon.gpu.collector import GpuStatus
 from rankscope.daemon.network.collector import NetworkStatus
+from rankscope.daemon.network.ports import CONGESTION, ERRORS, LINKS, RETRANSMITS, PortReading, TcpReading
 from rankscope.daemon.profiles.push import LOSSES, PushStatus
 from rankscope.daemon.profiles.pyroscope import FAILURES
 from rankscope.daemon.profiles.store import StoreStatus
 
 FULL: Final = "full"  # metrics_detail
+# What a healthy link does not have, and what a port sends again as packets were lost. The rest explains these.
+STANDARD_ERRORS = ("symbol", "link_down", "receive", "discard")
+STANDARD_RETRANSMITS = ("packet_sequence", "ack_timeout")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,10 @@ def resident_bytes() -> int | None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _rate_text(port: PortReading) -> str:
+    return "" if port.rate_bits_per_second is None else f"{port.rate_bits_per_second / 1e9:g} Gb/s"
 
 
 # fmt: off
@@ -168,6 +175,34 @@ PROFILE_PUSH: Section[PushStatus] = Section((), (
         lambda p: dict.fromkeys(FAILURES, 0) | dict(p.failures), {"reason": FAILURES}),
     Gauge("rankscope_profile_push_queued_bytes", "Profiles that wait to be sent.", lambda p: p.queued_bytes),
 ))
+PORTS: Section[PortReading] = Section(("device", "port", "node"), (
+    Gauge("rankscope_network_info", "A network port of the node, with the kind and the rate of its link; value 1.",
+        lambda port: {(port.link, _rate_text(port)): 1}, {"link": LINKS, "rate": ANY}),
+    Gauge("rankscope_network_link_up", "1 if the link is up.", lambda port: port.is_up),
+    Gauge("rankscope_network_rate_bytes_per_second", "Rate of the link at present, in each direction.",
+        lambda port: None if port.rate_bits_per_second is None else port.rate_bits_per_second / 8),
+    Counter("rankscope_network_bytes_total", "Bytes since the driver was loaded.",
+        lambda port: {"transmit": port.transmitted_bytes, "receive": port.received_bytes},
+        {"direction": ("transmit", "receive")}),
+    Counter("rankscope_network_errors_total", "Errors of the port and its link since the driver was loaded, by kind.",
+        lambda port: {kind: port.events.get(kind) for kind in ERRORS}, {"kind": tuple(ERRORS)},
+        standard=STANDARD_ERRORS),
+    Counter("rankscope_network_retransmits_total",
+        "RDMA packets that were lost, late or sent again, since the driver was loaded, by kind.",
+        lambda port: {kind: port.events.get(kind) for kind in RETRANSMITS}, {"kind": tuple(RETRANSMITS)},
+        standard=STANDARD_RETRANSMITS),
+    Counter("rankscope_network_congestion_notices_total",
+        "Congestion notices (CNP) of RoCE, sent and handled, since the driver was loaded.",
+        lambda port: {kind: port.events.get(kind) for kind in CONGESTION}, {"kind": tuple(CONGESTION)},
+        standard=FULL_ONLY),
+))
+
+TCP: Section[TcpReading] = Section(("node",), (
+    Counter("rankscope_network_tcp_segments_total", "TCP segments that the node sent, in its own network namespace.",
+        lambda tcp: tcp.segments),
+    Counter("rankscope_network_tcp_retransmits_total", "TCP segments that the node has sent again, in the same.",
+        lambda tcp: tcp.retransmits),
+))
 # fmt: on
 
 TABLE = (DAEMON, CAPTURES, PROFILES, PROFILE_PUSH, GPU_SOURCES, GPUS, LIVE_GPUS, PORTS, TCP, RANKS)
@@ -188,9 +223,15 @@ class Exporter(Collector):
         if daemon.gpu is not None:
             yield from gpu_metrics(daemon.gpu, daemon.node, full)
         if daemon.network is not None:
-            yield from network_metrics(daemon.network, daemon.node, full)
+            yield from _network_metrics(daemon.network, daemon.node, full)
         yield from rank_metrics(snapshot.ranks, full)
 
     def describe(self) -> Iterable[Family]:
         # Registering must not scrape: the daemon has no snapshot before its first tick.
         return ()
+
+
+def _network_metrics(status: NetworkStatus, node: str, full: bool) -> Iterator[Family]:
+    ports = (((port.device, str(port.port), node), port) for port in status.ports)
+    yield from PORTS.families(ports, full=full)
+    yield from TCP.families([] if status.tcp is None else [((node,), status.tcp)], full=full)

@@ -18,7 +18,7 @@ MIN_RATE_HERTZ: Final = 5
 # give results sooner.
 ATTACHING_SAMPLES: Final = 20
 SAMPLES_WANTED: Final = 40
-MIN_SECONDS, MAX_SECONDS = 4, 8
+MIN_RECORDING_SECONDS, MAX_RECORDING_SECONDS = 4, 8
 RECORDED_RATIOS: Final = (0.75, 0.5, 0.25, 0.125)
 
 FAILURES_BEFORE_BACK_OFF: Final = 3
@@ -71,8 +71,10 @@ def plan_at(average_hertz: float) -> Plan | None:
         return None
     rate_hz = max(MIN_RATE_HERTZ, int(average_hertz))
     recorded_ratio = min(1.0, average_hertz / rate_hz)
-    seconds = math.ceil(SAMPLES_WANTED / rate_hz) if recorded_ratio == 1.0 else int(MAX_SECONDS * recorded_ratio)
-    seconds = min(MAX_SECONDS, max(MIN_SECONDS, seconds))
+    seconds = (
+        math.ceil(SAMPLES_WANTED / rate_hz) if recorded_ratio == 1.0 else int(MAX_RECORDING_SECONDS * recorded_ratio)
+    )
+    seconds = min(MAX_RECORDING_SECONDS, max(MIN_RECORDING_SECONDS, seconds))
     return Plan(seconds, rate_hz, seconds / recorded_ratio)
 
 

@@ -140,7 +140,6 @@ class UserCaptures:
         run_of: Callable[[str, str], RunObject | None],
         traces: Traces,
         audit: CaptureAudit,
-        clock: Callable[[], float] = time.time,
         is_ready: Callable[[], bool] = lambda: True,
         has_namespaces: bool = True,
     ) -> None:
@@ -150,7 +149,6 @@ class UserCaptures:
         self._run_of = run_of
         self._traces = traces
         self._audit = audit
-        self._clock = clock
         self._is_ready = is_ready
         self._has_namespaces = has_namespaces
         self._asks = KeyedTokenBuckets(ASKS_AT_ONCE, ASKS_PER_SECOND)  # by tenant
@@ -181,7 +179,7 @@ class UserCaptures:
         if not self._asks.take(call.caller.tenant):
             text = f"{ASKS_AT_ONCE:g} captures asked for at once; one more every {1 / ASKS_PER_SECOND:g} s"
             raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
-        name = capture_name(request, self._clock())
+        name = capture_name(request, time.time())
         record = asked_for(call.record("asked", namespace=place.namespace, capture=name), read_spec(spec))
         self._audit.write(record)
         try:

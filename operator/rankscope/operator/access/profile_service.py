@@ -8,7 +8,7 @@ the pods that the API server has for the run, whatever a caller says."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -62,14 +62,12 @@ class UserProfiles:
         relay: ProfileRelay,
         audit: CaptureAudit,
         has_namespaces: bool = True,
-        unix_nanos: Callable[[], int] = time.time_ns,
     ) -> None:
         """`has_namespaces` is False without Kubernetes: runs have plain names there."""
         self._runs = runs
         self._relay = relay
         self._audit = audit
         self._has_namespaces = has_namespaces
-        self._unix_nanos = unix_nanos
         self._reads = KeyedTokenBuckets(READS_AT_ONCE, READS_PER_SECOND)  # by tenant
         self._dumps = KeyedTokenBuckets(DUMPS_AT_ONCE, DUMPS_PER_SECOND)  # by run
 
@@ -196,7 +194,7 @@ class UserProfiles:
         if not set(given.phases) <= set(PHASES):
             raise bad(f"phases: there are {', '.join(PHASES)}")
         when = given if given.start_unix_nanos or compared is None else compared
-        end = when.end_unix_nanos or self._unix_nanos()
+        end = when.end_unix_nanos or time.time_ns()
         if not 0 < when.start_unix_nanos < end <= when.start_unix_nanos + MAX_SPAN_NANOS:
             raise bad("name a time of up to 24 h, in nanoseconds since 1970")
         return pb.ProfileSelection(

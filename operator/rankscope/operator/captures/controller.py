@@ -118,7 +118,7 @@ MAX_RUNNING = 32
 # all workers.
 MAX_PER_NAMESPACE = 8
 # Until a capture ends: recording, writing, cutting, uploading.
-MAX_SECONDS = 1800.0
+MAX_CAPTURE_SECONDS = 1800.0
 
 
 class CapturesController:
@@ -333,9 +333,9 @@ class CapturesController:
         for node, answer in answers.items():
             if isinstance(answer, str):
                 ranks = failed_ranks(ranks, node, answer)
-        if self._clock() - since > MAX_SECONDS:
+        if self._clock() - since > MAX_CAPTURE_SECONDS:
             for node in by_node(open_ranks):
-                ranks = failed_ranks(ranks, node, f"nothing came of it in {MAX_SECONDS / 60:.0f} minutes")
+                ranks = failed_ranks(ranks, node, f"nothing came of it in {MAX_CAPTURE_SECONDS / 60:.0f} minutes")
         after = summarised(structs.replace(thing.status, ranks=ranks))
         if after.phase != "Running":
             after = structs.replace(after, findings=self._findings(thing, reported))

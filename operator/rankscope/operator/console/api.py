@@ -52,11 +52,10 @@ from rankscope.operator.console.endpoints import (
     openapi,
     problem,
 )
-from rankscope.operator.console.fleet_report import REPORT_ENDPOINTS
-from rankscope.operator.console.hangs import HANG_ENDPOINTS
 from rankscope.operator.console.history import MAX_RUNS, History, RunView
 from rankscope.operator.console.older_history import PrometheusHistory
 from rankscope.operator.console.profiles import PROFILE_ENDPOINTS
+from rankscope.operator.console.reports import REPORT_ENDPOINTS
 from rankscope.operator.console.run_views import heatmap, rank_history, run_detail, run_summary
 from rankscope.operator.console.signals import RUN_SIGNALS, SIGNAL_ROWS, SIGNALS
 
@@ -256,7 +255,6 @@ ENDPOINTS = (
     ),
     *CAPTURE_ENDPOINTS,
     *PROFILE_ENDPOINTS,
-    *HANG_ENDPOINTS,
     *REPORT_ENDPOINTS,
 )
 

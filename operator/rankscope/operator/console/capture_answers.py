@@ -13,6 +13,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from rankscope.analysis.quantities import count, quantity
+from rankscope.analysis.traces.summary_records import TraceSummary
 from rankscope.analysis.verdicts.verdict import Kind, Verdict, headline
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.common.text import printable
@@ -30,27 +31,7 @@ class StepTimes(msgspec.Struct):
     after_seconds: float | None
 
 
-class TraceSummary(msgspec.Struct):
-    span_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    exposed_communication_seconds: float
-    memory_copy_seconds: float
-    idle_seconds: float
-    step_seconds: float | None
-    overlap_ratio: float | None
-    mfu_ratio: float | None
-    collectives: dict[str, int]  # kind to count
-    top_kernels: list[str]  # the longest first
-    findings: list[str]
-    advice: list[str]
-    each_step_seconds: list[float]
-    each_communication_seconds: list[float]
-    each_exposed_communication_seconds: list[float]
-    events: int
-
-
-class RankTraceSummary(TraceSummary):
+class RankTraceSummary(TraceSummary, frozen=True):
     rank: int
 
 

@@ -26,7 +26,7 @@ from rankscope.operator.prometheus_api import PrometheusApi, QueryError, Series,
 
 log = logging.getLogger(__name__)
 
-MAX_SECONDS: Final = 7 * DAY_SECONDS
+MAX_HISTORY_SECONDS: Final = 7 * DAY_SECONDS
 # A query's step is one of these. A day in 450 columns is 288 steps. Prometheus answers with 11,000 at most.
 STEPS_SECONDS: Final = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 86_400)
 # So that the same time a moment later is the same question.
@@ -140,7 +140,7 @@ class PrometheusHistory:
         if not self.reaches(view, since) or not parts:
             return NOTHING
         last = view.ticks[-1].end
-        begin = max(since, last - MAX_SECONDS)
+        begin = max(since, last - MAX_HISTORY_SECONDS)
         step = next((step for step in STEPS_SECONDS if step * columns >= last - begin), STEPS_SECONDS[-1])
         if begin > view.ticks[0].start - step:
             return NOTHING

@@ -15,13 +15,15 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.fleet_reports import NO_PERIOD, PERIODS, FleetReports
 from rankscope.operator.correlation.hang_store import HangStore
-from rankscope.v1 import job_service_pb2, job_service_pb2_grpc, window_pb2
+from rankscope.v1 import job_service_pb2 as pb
+from rankscope.v1 import job_service_pb2_grpc
+from rankscope.v1.window_pb2 import FrameShare
 
 NO_REPORT = "there is no such report of a hang; `rankscope hangs` lists them"
 
 
-def job_status(state: JobState) -> job_service_pb2.JobStatus:
-    status = job_service_pb2.JobStatus(
+def job_status(state: JobState) -> pb.JobStatus:
+    status = pb.JobStatus(
         job=state.job,
         world_size=state.world_size,
         ranks_seen=state.ranks_seen,
@@ -39,7 +41,7 @@ def job_status(state: JobState) -> job_service_pb2.JobStatus:
     return status
 
 
-def state_of(status: job_service_pb2.JobStatus) -> JobState:
+def state_of(status: pb.JobStatus) -> JobState:
     """The state of a message, for those who ask over gRPC. When it was evaluated is not known."""
     known: dict[str, Any] = {
         name: getattr(status, name) if status.HasField(name) else None
@@ -62,11 +64,11 @@ def is_wanted(job: str, wanted: str) -> bool:
     return not wanted or job == wanted or (wanted.endswith("/") and job.startswith(wanted))
 
 
-def verdict_message(verdict: Verdict, since_unix_seconds: float) -> job_service_pb2.Verdict:
-    message = job_service_pb2.Verdict(
-        kind=job_service_pb2.VerdictKind.Value(f"VERDICT_KIND_{verdict.kind.name}"),
-        severity=job_service_pb2.Severity.Value(f"SEVERITY_{verdict.severity.name}"),
-        confidence=job_service_pb2.Confidence.Value(f"CONFIDENCE_{verdict.confidence.name}"),
+def verdict_message(verdict: Verdict, since_unix_seconds: float) -> pb.Verdict:
+    message = pb.Verdict(
+        kind=pb.VerdictKind.Value(f"VERDICT_KIND_{verdict.kind.name}"),
+        severity=pb.Severity.Value(f"SEVERITY_{verdict.severity.name}"),
+        confidence=pb.Confidence.Value(f"CONFIDENCE_{verdict.confidence.name}"),
         culprits=verdict.culprits,
         group=verdict.group,
         cause=_cause(verdict.cause),
@@ -81,22 +83,20 @@ def verdict_message(verdict: Verdict, since_unix_seconds: float) -> job_service_
     return message
 
 
-def _cause(cause: Cause) -> job_service_pb2.Cause:
+def _cause(cause: Cause) -> pb.Cause:
     frames = [
-        window_pb2.FrameShare(
-            function=f.function, file=f.file, line=f.line, share=f.share, own_share=f.own_share, phase=f.phase
-        )
+        FrameShare(function=f.function, file=f.file, line=f.line, share=f.share, own_share=f.own_share, phase=f.phase)
         for f in cause.frames
     ]
     texts = {name: getattr(cause, name) for name in ("phase", "evidence", "bound", "stalls")}
-    return job_service_pb2.Cause(frames=frames, **texts)
+    return pb.Cause(frames=frames, **texts)
 
 
-def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
+def verdict_of(message: pb.Verdict) -> Verdict:
     """The verdict of a message; a kind that only a newer peer knows becomes insufficient data."""
-    kind = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
-    severity = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
-    confidence = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
+    kind = pb.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
+    severity = pb.Severity.Name(message.severity).removeprefix("SEVERITY_")
+    confidence = pb.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
     frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.own_share, f.phase) for f in message.cause.frames)
     return Verdict(
         kind=Kind.__members__.get(kind, Kind.INSUFFICIENT_DATA),
@@ -113,7 +113,7 @@ def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
     )
 
 
-def _statuses(states: Iterable[JobState], wanted: str) -> Iterator[job_service_pb2.JobStatus]:
+def _statuses(states: Iterable[JobState], wanted: str) -> Iterator[pb.JobStatus]:
     return (job_status(state) for state in states if is_wanted(state.job, wanted))
 
 
@@ -123,34 +123,26 @@ class JobServicer(job_service_pb2_grpc.JobServiceServicer):
         self._hangs = hangs
         self._reports = reports
 
-    def ListJobs(
-        self, request: job_service_pb2.ListJobsRequest, context: grpc.ServicerContext
-    ) -> job_service_pb2.ListJobsResponse:
-        return job_service_pb2.ListJobsResponse(jobs=_statuses(self._correlator.states, request.run))
+    def ListJobs(self, request: pb.ListJobsRequest, context: grpc.ServicerContext) -> pb.ListJobsResponse:
+        return pb.ListJobsResponse(jobs=_statuses(self._correlator.states, request.run))
 
-    def ListHangs(
-        self, request: job_service_pb2.ListHangsRequest, context: grpc.ServicerContext
-    ) -> job_service_pb2.ListHangsResponse:
+    def ListHangs(self, request: pb.ListHangsRequest, context: grpc.ServicerContext) -> pb.ListHangsResponse:
         return self._hangs.listed(lambda run: is_wanted(run, request.run))
 
-    def GetHang(
-        self, request: job_service_pb2.GetHangRequest, context: grpc.ServicerContext
-    ) -> job_service_pb2.GetHangResponse:
+    def GetHang(self, request: pb.GetHangRequest, context: grpc.ServicerContext) -> pb.GetHangResponse:
         found = self._hangs.find(request.id)
         if found is None:
             context.abort(grpc.StatusCode.NOT_FOUND, NO_REPORT)
-        return job_service_pb2.GetHangResponse(report=msgspec.json.encode(found))
+        return pb.GetHangResponse(report=msgspec.json.encode(found))
 
     def GetFleetReport(
-        self, request: job_service_pb2.GetFleetReportRequest, context: grpc.ServicerContext
-    ) -> job_service_pb2.GetFleetReportResponse:
+        self, request: pb.GetFleetReportRequest, context: grpc.ServicerContext
+    ) -> pb.GetFleetReportResponse:
         if request.since not in PERIODS:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_PERIOD)
         return self._reports.get(request.since)
 
-    def WatchJobs(
-        self, request: job_service_pb2.WatchJobsRequest, context: grpc.ServicerContext
-    ) -> Iterator[job_service_pb2.WatchJobsResponse]:
+    def WatchJobs(self, request: pb.WatchJobsRequest, context: grpc.ServicerContext) -> Iterator[pb.WatchJobsResponse]:
         # A slow reader gets the newest state, not every state.
         newest: queue.Queue[tuple[JobState, ...] | None] = queue.Queue(maxsize=1)
 
@@ -168,7 +160,7 @@ class JobServicer(job_service_pb2_grpc.JobServiceServicer):
         try:
             states: tuple[JobState, ...] | None = self._correlator.states
             while states is not None and context.is_active():
-                yield job_service_pb2.WatchJobsResponse(jobs=_statuses(states, request.run))
+                yield pb.WatchJobsResponse(jobs=_statuses(states, request.run))
                 states = newest.get()
         finally:
             stop()

@@ -23,7 +23,7 @@ NAME_CHARACTERS = 64
 REASON_CHARACTERS = 120
 MAX_COUNT = 1 << 53
 MAX_RATE_BITS_PER_SECOND = 1e14
-MAX_SECONDS = 3600.0
+MAX_SPAN_SECONDS = 3600.0
 
 
 def node_networks(windows: Sequence[HeldWindow], place: Ints) -> dict[int, NodeNetwork]:
@@ -43,7 +43,7 @@ def network_of(told: window_pb2.NodeNetwork) -> NodeNetwork:
     ratio = _number(told, "tcp_usual_retransmit_ratio", MAX_COUNT)
     return NodeNetwork(
         tuple(map(_port, told.ports[:MAX_PORTS])),
-        told.seconds if 0 <= told.seconds <= MAX_SECONDS else 0.0,
+        told.seconds if 0 <= told.seconds <= MAX_SPAN_SECONDS else 0.0,
         _number(told, "tcp_segments", MAX_COUNT),
         _number(told, "tcp_retransmits", MAX_COUNT),
         ratio,

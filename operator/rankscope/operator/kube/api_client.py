@@ -83,7 +83,7 @@ class ObjectApi(Protocol):
 class Api:
     """Thread-safe. `kubeconfig` None takes the pod's service account."""
 
-    def __init__(self, kubeconfig: Path | None = None, context: str | None = None) -> None:
+    def __init__(self, kubeconfig: Path | None = None) -> None:
         # Imported here: a second that a correlator without Kubernetes need not wait.
         from kubernetes import client, config
 
@@ -92,7 +92,7 @@ class Api:
             if kubeconfig is None:
                 config.load_incluster_config(client_configuration=settings)
             else:
-                config.load_kube_config(str(kubeconfig), context=context, client_configuration=settings)
+                config.load_kube_config(str(kubeconfig), client_configuration=settings)
         # The client reads the file without checking its shape: a list where it wants a mapping is a TypeError there.
         except (config.ConfigException, yaml.YAMLError, TypeError, AttributeError, KeyError) as error:
             reason = " ".join(f"cannot reach a cluster: {error}".split())

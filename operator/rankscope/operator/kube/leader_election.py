@@ -21,6 +21,7 @@ from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Doc
 
 log = logging.getLogger(__name__)
 
+PREFIX = "rankscope-operator"  # of the names of leases
 DURATION_SECONDS = 9.0
 RENEW_SECONDS = 2.0
 # Well before others may take over: calls under way when a replica loses its lease need time to end.
@@ -59,17 +60,14 @@ class SoleReplica:
 
     held = frozenset({0})
 
-    def __init__(
-        self, settling_seconds: float = SETTLING_SECONDS, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._monotonic = monotonic
-        self._settled_at = monotonic() + settling_seconds
+    def __init__(self, settling_seconds: float = SETTLING_SECONDS) -> None:
+        self._settled_at = time.monotonic() + settling_seconds
 
     def holds(self, key: str) -> bool:
         return True
 
     def is_settling(self, key: str) -> bool:
-        return self._monotonic() < self._settled_at
+        return time.monotonic() < self._settled_at
 
 
 class ShardLeases:
@@ -81,7 +79,6 @@ class ShardLeases:
         namespace: str,
         identity: str,
         shards: int = 1,
-        prefix: str = "rankscope-operator",
         on_change: Callable[[frozenset[int]], None] | None = None,
         owners: Sequence[Document] = (),
         settling_seconds: float = SETTLING_SECONDS,
@@ -92,7 +89,6 @@ class ShardLeases:
         self._api = api
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._namespace = namespace
-        self._prefix = prefix
         self._on_change = on_change
         self._owners = list(owners)
         self._settling_seconds = settling_seconds
@@ -189,7 +185,7 @@ class ShardLeases:
     def _read(self) -> Mapping[str, _Seen]:
         now = self._monotonic()
         found: dict[str, _Seen] = {}
-        for page in self._api.pages(self._path, labelSelector=f"rankscope.dev/leases={self._prefix}"):
+        for page in self._api.pages(self._path, labelSelector=f"rankscope.dev/leases={PREFIX}"):
             for document in page.get("items") or ():
                 name, spec = document["metadata"]["name"], document.get("spec") or {}
                 holder = spec.get("holderIdentity") or ""
@@ -205,7 +201,7 @@ class ShardLeases:
 
     def _replicas(self, leases: Mapping[str, _Seen]) -> int:
         """The live replicas, this one included: each renews a lease of its own."""
-        prefix = f"{self._prefix}-replica-"
+        prefix = f"{PREFIX}-replica-"
         members = [seen for name, seen in leases.items() if name.startswith(prefix)]
         others = {seen.holder for seen in members if seen.holder and not self._is_abandoned(seen)}
         return len(others | {self.identity})
@@ -215,7 +211,7 @@ class ShardLeases:
         self._write(name, leases.get(name), self.identity)
         for other, seen in leases.items():
             # Replicas come and go under new names; the live ones delete the leases of the others.
-            is_member = other.startswith(f"{self._prefix}-replica-") and other != name
+            is_member = other.startswith(f"{PREFIX}-replica-") and other != name
             if is_member and self._monotonic() - seen.changed_at > 20 * DURATION_SECONDS:
                 self._delete(other)
 
@@ -253,7 +249,7 @@ class ShardLeases:
             "acquireTime": now if taken else before.get("acquireTime") or now,
             "leaseTransitions": int(before.get("leaseTransitions") or 0) + (1 if taken and seen is not None else 0),
         }
-        labels = {"rankscope.dev/leases": self._prefix}
+        labels = {"rankscope.dev/leases": PREFIX}
         metadata: Document = {"name": name, "namespace": self._namespace, "labels": labels}
         if self._owners:
             metadata["ownerReferences"] = self._owners
@@ -282,10 +278,10 @@ class ShardLeases:
 
     @property
     def _own_name(self) -> str:
-        return f"{self._prefix}-replica-{hashlib.sha256(self.identity.encode()).hexdigest()[:12]}"
+        return f"{PREFIX}-replica-{hashlib.sha256(self.identity.encode()).hexdigest()[:12]}"
 
     def _name(self, shard: int) -> str:
-        return f"{self._prefix}-shard-{shard}"
+        return f"{PREFIX}-shard-{shard}"
 
     def _report(self) -> None:
         held = self.held

@@ -60,10 +60,10 @@ class Write:
 class Outbox:
     """`put` never blocks. Runs from `start` to `stop`; `stop` gives waiting writes a moment."""
 
-    def __init__(self, writes_per_second: float = WRITES_PER_SECOND) -> None:
+    def __init__(self) -> None:
         self.written_total = 0
         self.failed_total = 0
-        self._bucket = TokenBucket(BURST_WRITES, writes_per_second)
+        self._bucket = TokenBucket(BURST_WRITES, WRITES_PER_SECOND)
         self._waiting: OrderedDict[str, Write] = OrderedDict()
         self._written: OrderedDict[str, object] = OrderedDict()
         self._refused: dict[str, tuple[float, float]] = {}  # until when, and how long it was put off

@@ -17,7 +17,6 @@ API_VERSION = f"{GROUP}/{VERSION}"
 RANKS_PATTERN = r"^(all|straggler|straggler\+peer|[0-9]{1,7}(-[0-9]{1,7})?(,[0-9]{1,7}(-[0-9]{1,7})?)*)$"
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
-Name = Annotated[str, Meta(min_length=1, max_length=253, pattern=NAME_PATTERN)]
 Ranks = Annotated[str, Meta(min_length=1, max_length=4096, pattern=RANKS_PATTERN)]
 Text = Annotated[str, Meta(max_length=1024)]
 Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]

@@ -15,6 +15,7 @@ from rankscope.operator.kube.api_client import ApiError, Document, GoneError, Ob
 
 log = logging.getLogger(__name__)
 
+MAX_OBJECTS = 200_000
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 10.0
 # The server ends a watch after this long; a connection on which nothing at all came for longer is dead.
@@ -43,7 +44,6 @@ class Watched(Generic[Kept]):
         read: Callable[[Document], Kept | None],
         follower: Follower[Kept] | None = None,
         label_selector: str = "",
-        limit: int = 200_000,
     ) -> None:
         self.path = path
         self.listed = threading.Event()  # once the copy has been whole
@@ -52,7 +52,6 @@ class Watched(Generic[Kept]):
         self._read = read
         self._follower = follower
         self._query = {"labelSelector": label_selector} if label_selector else {}
-        self._limit = limit
         self._known: dict[str, Kept] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -144,7 +143,7 @@ class Watched(Generic[Kept]):
             self._drop(uid)
             return uid
         with self._lock:
-            if uid not in self._known and len(self._known) >= self._limit:
+            if uid not in self._known and len(self._known) >= MAX_OBJECTS:
                 return uid
             if self._known.get(uid) == thing:
                 return uid

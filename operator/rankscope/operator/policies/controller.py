@@ -121,7 +121,6 @@ class PoliciesController:
         channel: Callable[[str], grpc.Channel],
         addresses: Callable[[], Mapping[str, str]],
         connected: Callable[[], Mapping[str, int]],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._writer = writer
         self._events = events
@@ -132,7 +131,6 @@ class PoliciesController:
         self._thresholds = thresholds
         self._addresses = addresses
         self._connected = connected
-        self._clock = clock
         self._pusher = PolicyPusher(channel, self._report_refusal)
         self._pushed_at = 0.0
         self._matches: dict[str, Match] = {}
@@ -154,8 +152,8 @@ class PoliciesController:
         self._set_thresholds(runs)
         connected = self._connected()
         self._pusher.forget_interrupted(connected)
-        if self._clock() - self._pushed_at >= PUSH_SECONDS:
-            self._pushed_at = self._clock()
+        if time.time() - self._pushed_at >= PUSH_SECONDS:
+            self._pushed_at = time.time()
             self._pusher.follow(self._entries(runs), self._addresses(), connected.keys(), self._leases.keeps)
         holding = {name: matched.policy for name, matched in self._matches.items()}
         captures = self._captures.reconcile(holding)
@@ -215,7 +213,7 @@ class PoliciesController:
             runs[matched.policy.uid] = runs.get(matched.policy.uid, 0) + 1
             for rival in matched.rivals:
                 lost.setdefault(rival.uid, []).append((name.partition("/")[2], matched.policy.name))
-        now = self._clock()
+        now = time.time()
         today = captures_today(captures, now)
         for group in policies.values():
             for number, policy in enumerate(group[: 2 * MAX_POLICIES]):

@@ -19,9 +19,8 @@ from rankscope.operator.kube.object_writer import Events, ObjectWriter, Target
 from rankscope.operator.kube.objects import MANAGED, RunObject, collection, read_run_object, unix_seconds
 from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.runs.inventory import Inventory, Run, RunNodes
+from rankscope.operator.runs.inventory import Inventory, Run, RunKey, RunNodes
 from rankscope.operator.runs.pods import read_annotations
-from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.operator.runs.status import ended_status, gist, is_premature, run_status
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ class RunsController:
         leases: ShardLeases,
         states: Callable[[], Mapping[str, JobState]],
         last_captures: Callable[[], Mapping[tuple[str, str], str]] = dict,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._writer = writer
@@ -52,7 +50,6 @@ class RunsController:
         self._leases = leases
         self._states = states
         self._last_captures = last_captures
-        self._clock = clock
         self._objects: dict[tuple[str, str], RunObject] = {}
         self._lock = threading.Lock()
         self._refreshed_at: dict[tuple[str, str], float] = {}
@@ -155,7 +152,7 @@ class RunsController:
         self._writer.queue(f"create trainingruns {place}", place, key, lambda: self._api.create(path, body))
 
     def _update(self, thing: RunObject, run: Run, state: JobState | None, captured: str | UnsetType) -> None:
-        now = self._clock()
+        now = time.time()
         place = (thing.namespace, thing.name)
         if self._leases.is_settling("/".join(place)) and is_premature(state, thing.status.verdict):
             return
@@ -174,9 +171,9 @@ class RunsController:
 
     def _end(self, thing: RunObject) -> None:
         """Of a run without pods: it is kept for a while."""
-        status = ended_status(thing.status, thing.generation, self._clock())
+        status = ended_status(thing.status, thing.generation, time.time())
         ended = next(condition for condition in status.conditions if condition.type == "Ended")
-        if self._clock() - unix_seconds(ended.last_transition_time) > KEEP_ENDED_SECONDS:
+        if time.time() - unix_seconds(ended.last_transition_time) > KEEP_ENDED_SECONDS:
             self._delete(thing)
         elif status != thing.status:
             self._writer.queue_status(thing, status)

@@ -178,9 +178,8 @@ class DaemonList:
     """All sources together, each read in a thread of its own from `start` to `stop`: one that hangs does not keep the
     others from being read."""
 
-    def __init__(self, sources: Sequence[DaemonSource], read_seconds: float = READ_SECONDS) -> None:
+    def __init__(self, sources: Sequence[DaemonSource]) -> None:
         self._sources = sources
-        self._read_seconds = read_seconds
         self._lock = threading.Lock()
         self._last: dict[int, frozenset[str]] = {}  # by the source's position
         self._problems: dict[int, str] = {}
@@ -233,7 +232,7 @@ class DaemonList:
     def _keep_reading(self, number: int) -> None:
         while not self._stopping.is_set():
             self.read(number)
-            self._stopping.wait(self._read_seconds)
+            self._stopping.wait(READ_SECONDS)
 
     def _note(self, number: int, problem: str) -> None:
         with self._lock:

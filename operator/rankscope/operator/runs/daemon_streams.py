@@ -232,7 +232,6 @@ DEFAULT_PORT = 9465
 
 @dataclass(frozen=True)
 class DaemonPod:
-    uid: str
     node: str
     address: str  # HOST:PORT
     created: str
@@ -249,7 +248,7 @@ def read_daemon_pod(document: Mapping[str, Any]) -> DaemonPod | None:
         if port.get("name") == PORT_NAME
     ]
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
-    return DaemonPod(pod.uid, pod.node, f"{host}:{ports[0] if ports else DEFAULT_PORT}", pod.created)
+    return DaemonPod(pod.node, f"{host}:{ports[0] if ports else DEFAULT_PORT}", pod.created)
 
 
 class DaemonPods:

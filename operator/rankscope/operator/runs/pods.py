@@ -32,7 +32,6 @@ class Pod:
     node: str = ""  # empty until it is scheduled
     address: str = ""
     phase: str = ""
-    ready: bool = False
     deleting: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)  # ours only
@@ -52,7 +51,6 @@ def read_pod(document: Mapping[str, Any]) -> Pod | None:
     uid, name, namespace = (_text(metadata.get(part)) for part in ("uid", "name", "namespace"))
     if not uid or not name or not namespace:
         return None
-    conditions = status.get("conditions")
     return Pod(
         uid=uid,
         name=name,
@@ -60,7 +58,6 @@ def read_pod(document: Mapping[str, Any]) -> Pod | None:
         node=_shared(_text(spec.get("nodeName"))),
         address=_text(status.get("podIP")),
         phase=_shared(_text(status.get("phase"))),
-        ready=isinstance(conditions, list) and any(_is_ready(condition) for condition in conditions),
         deleting=bool(metadata.get("deletionTimestamp")),
         labels=_texts(metadata.get("labels")),
         annotations={k: v for k, v in _texts(metadata.get("annotations"), 1024).items() if "rankscope.dev/" in k},
@@ -98,11 +95,6 @@ def _image(containers: object) -> str:
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(_mapping(container.get("resources")).get("limits"))
-
-
-def _is_ready(condition: object) -> bool:
-    held = _mapping(condition)
-    return held.get("type") == "Ready" and held.get("status") == "True"
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

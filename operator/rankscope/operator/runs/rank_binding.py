@@ -14,9 +14,8 @@ from google.protobuf.message import DecodeError
 
 from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
-from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.inventory import Inventory, RunKey
 from rankscope.operator.runs.pods import TEAM, USER
-from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.v1.identity_pb2 import RankIdentity
 
 # Several launches at a time in the pods of one run, as in a Ray cluster, are jobs of their own: RUN, RUN#2, RUN#3.

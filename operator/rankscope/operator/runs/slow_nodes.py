@@ -25,7 +25,6 @@ MESSAGE_CHARACTERS = 1000
 @dataclass(frozen=True)
 class NodeObject:
     name: str
-    uid: str
     slow_run: str  # namespace/name of the run that it is said to hold up; empty: none
 
 
@@ -34,7 +33,7 @@ def read_node(document: Document) -> NodeObject:
     conditions = (document.get("status") or {}).get("conditions") or ()
     ours = next((c for c in conditions if c.get("type") == CONDITION and c.get("status") == "True"), None)
     run = "" if ours is None else str(ours.get("message") or "").partition(": ")[0]
-    return NodeObject(metadata["name"], metadata["uid"], run)
+    return NodeObject(metadata["name"], run)
 
 
 def slow_nodes(state: JobState) -> frozenset[str]:
@@ -57,13 +56,11 @@ class SlowNodes:
         writer: ObjectWriter,
         leases: ShardLeases,
         states: Callable[[], Mapping[str, JobState]],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._writer = writer
         self._leases = leases
         self._states = states
-        self._clock = clock
         self._lock = threading.Lock()
         self._nodes: dict[str, NodeObject] = {}  # by uid
         self.watched: Watched[NodeObject] = Watched(api, "/api/v1/nodes", read_node, self)
@@ -95,7 +92,7 @@ class SlowNodes:
         return self._leases.holds(run) and not self._leases.is_settling(run)
 
     def _set(self, node: NodeObject, run: str, status: str, reason: str, text: str) -> None:
-        now = timestamp(self._clock())
+        now = timestamp(time.time())
         condition = {
             "type": CONDITION,
             "status": status,

@@ -289,8 +289,7 @@ def validate(request: Request, captures: CaptureAdmission) -> Answer:
     if request.resource.resource == "captures":
         return captures.validate(request)
     if request.resource.resource == "trainingruns":
-        old = request.old_object if request.operation == "UPDATE" else None
-        return Answer(refusal=_refusal(run_mistakes(request.object, old)))
+        return Answer(refusal=_refusal(run_mistakes(request.object, _old(request))))
     if request.resource.resource == "profilingpolicies":
         refusal = _refusal(policy_mistakes(request.object))
         return Answer(refusal=refusal, warnings=() if refusal else policy_advice(request.object))

@@ -290,9 +290,9 @@ def test_what_the_profiler_notes_about_collectives_is_kept() -> None:
     assert trace.named(int(noted.collective[0])) == "_allgather_base"
     assert (trace.named(int(noted.group[0])), trace.named(int(noted.group_description[0]))) == ("3", "fsdp")
     assert trace.named(int(noted.element_type[0])) == "BFloat16"
-    columns = (noted.group_size, noted.sequence, noted.in_elements, noted.out_elements, noted.peer, noted.asynchronous)
-    assert [int(column[0]) for column in columns] == [4, 17, 1024, 4096, ABSENT, 1]
-    assert [int(column[2]) for column in columns] == [ABSENT, ABSENT, ABSENT, ABSENT, 3, ABSENT]
+    columns = (noted.group_size, noted.sequence, noted.in_elements, noted.out_elements, noted.peer)
+    assert [int(column[0]) for column in columns] == [4, 17, 1024, 4096, ABSENT]
+    assert [int(column[2]) for column in columns] == [ABSENT, ABSENT, ABSENT, ABSENT, 3]
     assert trace.groups[0] == ProcessGroup("3", "fsdp", (0, 2, 4, 6))
     assert (trace.rank, trace.world_size) == (4, None), "third of ranks 0, 2, 4, 6"
 

@@ -10,8 +10,8 @@ import pytest
 
 from rankscope.analysis.traces.reader import json_stream
 from rankscope.analysis.traces.reader.events import lay_out
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
-from rankscope.analysis.traces.trace import Trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import Trace, TraceError
 from tests.shared_data import H200
 
 EVENT = '{"ph": "X", "cat": "kernel", "name": "n%d", "pid": 0, "tid": 7, "ts": %d.5, "dur": 2, "args": {"stream": 7}}'

@@ -25,7 +25,7 @@ Event: TypeAlias = tuple[str, Category, float, float] | tuple[str, Category, flo
 ON_DEVICE = (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
 _PLACES = ("process", "thread", "device", "stream", "correlation", "external_id", "size_bytes")
 _TEXTS = ("collective", "group", "group_description", "element_type")
-_COUNTS = ("group_size", "sequence", "in_elements", "out_elements", "peer", "asynchronous")
+_COUNTS = ("group_size", "sequence", "in_elements", "out_elements", "peer")
 
 
 def make_trace(
@@ -40,8 +40,8 @@ def make_trace(
     memory: MemoryColumns | None = None,
 ) -> Trace:
     """Options of an event: process, thread, device, stream, correlation, external_id, size_bytes; and of a collective:
-    collective, group, group_description, group_size, sequence, element_type, in_elements, out_elements, peer,
-    asynchronous. A host event is on process 1, thread 1; a device event on device 0, stream 7."""
+    collective, group, group_description, group_size, sequence, element_type, in_elements, out_elements, peer.
+    A host event is on process 1, thread 1; a device event on device 0, stream 7."""
     lines = [(*event[:4], dict(event[4]) if len(event) > 4 else {}) for event in events]
     unknown = {key for *_, options in lines for key in options} - {*_PLACES, *_TEXTS, *_COUNTS}
     if unknown:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rankscope.daemon.captures.kineto.config import configuration, log_file, written_file
-from rankscope.daemon.captures.orders import MAX_SECONDS, CaptureError, Options
+from rankscope.daemon.captures.orders import MAX_RECORDING_SECONDS, CaptureError, Options
 
 PATH = "/tmp/rankscope-c-1-rank3.json"
 
@@ -28,7 +28,7 @@ def test_every_option_is_said_and_nothing_else() -> None:
     assert text.endswith("\n")
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, MAX_SECONDS + 2, math.nan, math.inf])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, MAX_RECORDING_SECONDS + 2, math.nan, math.inf])
 def test_a_length_out_of_bounds_is_never_sent(seconds: float) -> None:
     with pytest.raises(ValueError, match="not fit"):
         configuration(PATH, 1_700_000_000_000, seconds, Options())

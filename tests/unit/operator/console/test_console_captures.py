@@ -20,7 +20,7 @@ import pytest
 
 from rankscope.daemon.loop import Daemon
 from rankscope.operator.console import captures as console_captures
-from rankscope.operator.console.local_callers import caller, local_channels
+from rankscope.operator.console.server import caller, local_channels
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli.capture_server import (
     ANALYSED,

@@ -13,9 +13,8 @@ from rankscope.operator.kube.objects import (
     read_run_object,
     timestamp,
 )
-from rankscope.operator.runs.inventory import Run
+from rankscope.operator.runs.inventory import Run, RunKey
 from rankscope.operator.runs.pods import Pod
-from rankscope.operator.runs.run_grouping import RunKey
 
 NOW = 1_800_000_000.0
 AUTOMATIC = {"on": ["slow_rank", "slow_communication"], "cooldownSeconds": 600, "perDay": 3, "concurrent": 2}

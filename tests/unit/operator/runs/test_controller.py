@@ -14,9 +14,8 @@ from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.objects import read_run_object
 from rankscope.operator.kube.resources import RunVerdict, TrainingRunStatus
 from rankscope.operator.runs.controller import RunsController
-from rankscope.operator.runs.inventory import Inventory, Run, RunNodes
+from rankscope.operator.runs.inventory import Inventory, Run, RunKey, RunNodes
 from rankscope.operator.runs.pods import MFU_TARGET, Pod
-from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.v1.identity_pb2 import RankIdentity
 from tests.unit.operator.policies.policy_objects import pod, run
 

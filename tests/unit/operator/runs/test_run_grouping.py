@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rankscope.operator.runs.inventory import NAME_CHARACTERS, RunKey, run_of
 from rankscope.operator.runs.pods import MAX_LABELS, Pod, read_pod
-from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, RunKey, run_of
 
 
 def pod(labels: dict[str, str], owner: tuple[str, str, str] | None = None, **metadata: Any) -> Pod:
@@ -120,7 +120,7 @@ def test_odd_fields_of_a_pod_count_as_missing() -> None:
     }
     read = read_pod(document)
     assert read is not None
-    assert (read.labels, read.owner, read.ready) == ({"job-name": "j"}, None, False)
+    assert (read.labels, read.owner) == ({"job-name": "j"}, None)
 
 
 @pytest.mark.parametrize(

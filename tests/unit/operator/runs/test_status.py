@@ -10,9 +10,8 @@ from msgspec import UnsetType
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.runs.inventory import Run
+from rankscope.operator.runs.inventory import Run, RunKey
 from rankscope.operator.runs.pods import Pod
-from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.operator.runs.status import is_premature, run_status, run_verdict
 
 HEALTHY = Verdict(Kind.HEALTHY, "")

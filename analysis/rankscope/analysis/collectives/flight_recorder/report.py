@@ -16,7 +16,6 @@ from rankscope.common.rank_selection import rank_ranges
 
 _RANGES_CHARACTERS = 24
 _ABSENCES_NAMED = 3
-_MAX_FINDINGS = 8
 
 
 class Outcome(str, Enum):
@@ -33,13 +32,6 @@ class Report:
     headline: str
     culprits: tuple[int, ...]  # who is missing and does not wait, or has no dump; or who disagrees with most others
     analysis: Analysis
-
-    @property
-    def findings(self) -> tuple[str, ...]:
-        """Sentences: the headline, then what else keeps ranks waiting."""
-        found = [self.headline, *(mismatch_text(*one) for one in self.analysis.mismatches[:_MAX_FINDINGS])]
-        found += [stall_text(one) for one in self.analysis.stalls[:_MAX_FINDINGS] if not one.is_in_flight]
-        return tuple(dict.fromkeys(found))[:_MAX_FINDINGS]
 
 
 def make_report(analysis: Analysis) -> Report:

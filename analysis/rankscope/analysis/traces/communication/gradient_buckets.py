@@ -21,7 +21,7 @@ from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, 
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import BACKWARD, NO_STEP, Steps, find_steps, launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace, take_or_absent
-from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 
 # DDP starts a bucket from the hook of the gradient that completes it; an all-reduce of tensor parallelism is started
 # from the backward of its own function.
@@ -134,7 +134,7 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
     )
 
 
-def predict_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
+def predict_other_caps(trace: Trace, buckets: Buckets) -> Rebucketing | None:
     """None if there are no buckets."""
     if not len(buckets):
         return None
@@ -170,7 +170,7 @@ def predict_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_
             f"the limit is {allowed / 1e6:.2f} ms",
         )
     predictions = tuple(_predict(cap, steps, computing, fit, lanes) for cap in CAPS_MB)
-    return _recommend(replace(now, predictions=predictions), policy)
+    return _recommend(replace(now, predictions=predictions))
 
 
 def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
@@ -390,13 +390,13 @@ def _predict(cap_mb: int, steps: list[Gradients], computing: list[Intervals], fi
     return CapPrediction(cap_mb, int(np.median(counts)), float(np.median(exposed)))
 
 
-def _recommend(now: Rebucketing, policy: Policy) -> Rebucketing:
+def _recommend(now: Rebucketing) -> Rebucketing:
     """Recommend a cap only if it gains more than the model's error and enough of the step to be worth a change."""
     best = min(now.predictions, key=lambda prediction: prediction.exposed_ns)
     modelled = now.modelled_exposed_ns or 0.0
     gain = modelled - best.exposed_ns
     errors = SURE_ERRORS * (now.error_ns or 0.0)
-    needed = max(errors, policy.impact_ratio * now.step_ns, WORTHWHILE_EXPOSED * now.exposed_ns)
+    needed = max(errors, DEFAULT_POLICY.impact_ratio * now.step_ns, WORTHWHILE_EXPOSED * now.exposed_ns)
     if gain <= needed or best.cap_mb == now.cap_mb:
         return now
     words = (

@@ -263,16 +263,12 @@ def _sum_up(noted: CallMetadata, low: Ints, high: Ints) -> CallMetadata:
 
     point_to_point = np.concatenate([[0], np.cumsum(~np.isin(noted.kind, _POINT_TO_POINT))])
     mixed = np.where(point_to_point[high] == point_to_point[low], CollectiveKind.SEND_RECV, CollectiveKind.COALESCED)
-    kind = common(noted.kind)
-    return CallMetadata(
-        kind=np.where((kind < 0) & (high > low), mixed, kind),
-        group=common(noted.group),
-        group_description=common(noted.group_description),
-        group_size=common(noted.group_size),
-        sequence=common(noted.sequence),
+    made = CallMetadata(*map(common, noted.columns()))
+    return replace(
+        made,
+        kind=np.where((made.kind < 0) & (high > low), mixed, made.kind),
         in_bytes=total(noted.in_bytes),
         out_bytes=total(noted.out_bytes),
-        peer=common(noted.peer),
     )
 
 

@@ -198,7 +198,6 @@ def read_metadata(arguments: list[Arguments], name: Ints, names: NameTable) -> t
         columns["in_elements"].append(each.in_elements)
         columns["out_elements"].append(each.out_elements)
         columns["peer"].append(each.destination if each.destination != ABSENT else each.source)
-        columns["asynchronous"].append(_switch(each.asynchronous))
         place = (str(each.group), str(each.group_ranks))
         if each.group is not None and place not in members:
             members[place] = _membership(each)
@@ -225,12 +224,6 @@ def _column(key: str, values: list[Any]) -> Ints:
 
 def _index(text: Any, names: NameTable) -> int:
     return ABSENT if text is None or text == "" else names[str(text)]
-
-
-def _switch(value: Any) -> int:
-    if isinstance(value, str):
-        return {"true": 1, "1": 1, "false": 0, "0": 0}.get(value.lower(), ABSENT)
-    return int(value) if value in (0, 1) else ABSENT
 
 
 def _membership(each: Arguments) -> Membership:

@@ -70,7 +70,6 @@ class Arguments(msgspec.Struct, gc=False):
     out_elements: Any = msgspec.field(default=-1, name="Out msg nelems")
     source: Any = msgspec.field(default=-1, name="Src Rank")
     destination: Any = msgspec.field(default=-1, name="Dst Rank")
-    asynchronous: Any = msgspec.field(default=-1, name="Is asynchronized op")
     # Of "[memory]" instants.
     change_bytes: Any = msgspec.field(default=None, name="Bytes")
     allocated_bytes: Any = msgspec.field(default=-1, name="Total Allocated")

@@ -37,8 +37,6 @@ from rankscope.analysis.traces.trace import (
 )
 from rankscope.common.text import printable
 
-__all__ = ["TraceError", "read_trace"]
-
 _SECOND_NS = 1_000_000_000
 _HEAD_BYTES = 256 << 10
 # Metadata before or after the events is small, except if a tool stores all its stacks there.

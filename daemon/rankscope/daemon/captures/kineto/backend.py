@@ -25,7 +25,7 @@ from rankscope.daemon.captures.kineto.config import (
 from rankscope.daemon.captures.kineto.endpoint import Endpoint, Offer
 from rankscope.daemon.captures.kineto.sockets import network_namespace
 from rankscope.daemon.captures.orders import (
-    MAX_SECONDS,
+    MAX_RECORDING_SECONDS,
     CancelledError,
     CaptureError,
     Order,
@@ -316,7 +316,7 @@ def seconds_to_record(order: Order) -> float:
     assert order.steps is not None  # an order has one of the two
     if order.step_seconds is None:
         return UNKNOWN_STEPS_SECONDS
-    return min(MAX_SECONDS, STEP_ALLOWANCE * (order.steps + EXTRA_STEPS) * order.step_seconds + 0.05)
+    return min(MAX_RECORDING_SECONDS, STEP_ALLOWANCE * (order.steps + EXTRA_STEPS) * order.step_seconds + 0.05)
 
 
 class KinetoBackend:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope.daemon.captures.orders import MAX_SECONDS, CaptureError, Options
+from rankscope.daemon.captures.orders import MAX_RECORDING_SECONDS, CaptureError, Options
 
 # Recent versions of libkineto write nowhere else unless their environment names another directory.
 DEFAULT_FOLDER: Final = "/tmp"
@@ -47,7 +47,7 @@ def written_file(asked: str, pid: int) -> str:
 
 
 def configuration(path: str, start_unix_millis: int, seconds: float, options: Options) -> str:
-    if not 0.001 <= seconds <= MAX_SECONDS + 1 or start_unix_millis <= 0 or not _is_safe(path):
+    if not 0.001 <= seconds <= MAX_RECORDING_SECONDS + 1 or start_unix_millis <= 0 or not _is_safe(path):
         raise ValueError(f"not fit to be sent: {path!r}, start {start_unix_millis}, {seconds} s")
     lines = {
         "ACTIVITIES_LOG_FILE": path,

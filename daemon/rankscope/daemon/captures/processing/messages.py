@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rankscope.analysis.traces.summary_records import TraceSummary
+
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -32,27 +34,6 @@ class RankJob(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     steps: int | None  # to cut to; None: keep everything
     ranks: list[RankJob]
-
-
-class Summary(msgspec.Struct, frozen=True):
-    span_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    exposed_communication_seconds: float
-    memory_copy_seconds: float
-    idle_seconds: float
-    step_seconds: float | None
-    overlap_ratio: float | None
-    mfu_ratio: float | None
-    collectives: dict[str, int]
-    top_kernels: list[str]
-    findings: list[str]
-    advice: list[str]
-    # One value for each step of the artifact; empty if the artifact holds more than whole steps.
-    each_step_seconds: list[float] = []
-    each_communication_seconds: list[float] = []
-    each_exposed_communication_seconds: list[float] = []
-    events: int = 0
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -82,7 +63,7 @@ class RankResult(msgspec.Struct):
     steps: int | None = None  # in the artifact
     whole_steps: int | None = None  # in the recording
     step_seconds: float | None = None
-    summary: Summary | None = None
+    summary: TraceSummary | None = None
     more_windows: list[WindowResult] = msgspec.field(default_factory=list)
 
 

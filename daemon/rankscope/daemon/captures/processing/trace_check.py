@@ -11,9 +11,9 @@ import numpy as np
 
 from rankscope.analysis.traces.breakdown import break_down
 from rankscope.analysis.traces.cut import Outline, WholeSteps, find_whole_steps, outline
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import find_steps, first_whole
-from rankscope.analysis.traces.trace import Category, Trace
+from rankscope.analysis.traces.trace import Category, Trace, TraceError
 from rankscope.daemon.captures.processing.messages import RankJob
 
 BLOCK_BYTES: Final = 1 << 20

@@ -28,11 +28,11 @@ from rankscope.analysis.traces.cut import Stretch, WholeSteps, common_run, cut
 from rankscope.analysis.traces.diagnosis import diagnose
 from rankscope.analysis.traces.joins.join import Join, join_traces, keep_essentials
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from rankscope.analysis.traces.summary import summarize
-from rankscope.analysis.traces.summary_records import RankSummary
-from rankscope.analysis.traces.trace import Category, Trace
+from rankscope.analysis.traces.summary_records import RankSummary, TraceSummary
+from rankscope.analysis.traces.trace import Category, Trace, TraceError
 from rankscope.common.text import printable
 from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing.messages import (
@@ -40,7 +40,6 @@ from rankscope.daemon.captures.processing.messages import (
     Joined,
     RankJob,
     RankResult,
-    Summary,
     WindowResult,
     job_file,
     join_file,
@@ -81,7 +80,7 @@ MAX_STEP_VALUES: Final = 100
 # nothing.
 
 
-def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
+def together(summaries: Sequence[tuple[int, TraceSummary]]) -> TraceSummary:
     """Steps and summary of each window, first window first: kernels and findings come from the first."""
     first = summaries[0][1]
     sums = {name: sum(getattr(summary, name) for _, summary in summaries) for name in _SUMS}
@@ -119,7 +118,7 @@ def summary_of(
     steps: Sequence[StepParts] = (),
     events: int = 0,
     advice: Sequence[str] = (),
-) -> Summary:
+) -> TraceSummary:
     """`steps` counts the whole steps of the artifact."""
     counts: dict[str, int] = {}
     for collective in summary.collectives:
@@ -127,7 +126,7 @@ def summary_of(
         counts[kind] = min(_MAX_COUNT, counts.get(kind, 0) + collective.count)
     diagnosis = diagnose([summary])
     findings = [diagnosis.sentence, *(f"{finding.title}: {finding.evidence}" for finding in diagnosis.findings)]
-    return Summary(
+    return TraceSummary(
         span_seconds=summary.span_us / 1e6,
         compute_seconds=summary.compute_us / 1e6,
         communication_seconds=summary.communication_us / 1e6,

@@ -10,10 +10,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from rankscope.operator.access.caller_channels import CallerChannels
 from rankscope.operator.access.guard import Credentials, Guard
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.console_access import ConsoleAccess
+from rankscope.operator.console_access import CallerChannels, ConsoleAccess
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.support.audit_records import Audited
