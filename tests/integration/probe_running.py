@@ -68,8 +68,8 @@ class PipedJob:
         ends = []
         for process in self.processes:
             _, errors = process.communicate(timeout=DEADLINE_SECONDS)
-            ours = [line for line in errors.splitlines() if not line.startswith(LIBKINETOS_OWN)]
-            ends.append((process.returncode, "\n".join(ours)))
+            ours = [line for line in errors.splitlines(keepends=True) if not line.startswith(LIBKINETOS_OWN)]
+            ends.append((process.returncode, "".join(ours)))
         return ends
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ def slow_line(of: str = "all ranks") -> int:
 
 @contextmanager
 def small_ddp_job(run_id: str, ranks: int = 2, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Ranks under torchrun, past their twentieth step. A job of its own run id, whatever else runs here."""
+    """Ranks under torchrun, past their twentieth step. A job of its own run id, whatever else runs here. It is told to
+    end and has ended after that, if it did not before."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_"))}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_id, str(SCRIPT)]
@@ -44,7 +45,7 @@ def small_ddp_job(run_id: str, ranks: int = 2, **environment: str) -> Iterator[s
             assert job.poll() is None, (folder / "log").read_text()
             yield job
             (folder / "STOP").touch()
-            assert job.wait(END_SECONDS) == 0, (folder / "log").read_text()
+            job.wait(END_SECONDS)
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)

@@ -35,9 +35,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("profiles")
     flags = ("--budget-ratio", "1", "--captures", "false", "--gpu", "false")
     job = small_ddp_job(RUN, 4, RANKSCOPE_RUN=RUN, SLOW_RANK=SLOW_RANK, SLOW_SECONDS="0.2")
-    with job, serving(folder, "daemon", *flags) as daemon:
+    with job as training, serving(folder, "daemon", *flags) as daemon:
         daemon.wait_until(lambda: sum(map(bool, daemon.values("rankscope_rank_stack_samples_total", run=RUN))) == 4)
         yield daemon
+    assert training.returncode == 0
 
 
 def rankscope(daemon: Serving, *words: str) -> subprocess.CompletedProcess[str]:
