@@ -24,7 +24,7 @@ MEGABYTE = 1e6
 
 
 def measure(slices: int = SLICES) -> list[Row]:
-    with job("light.py", RANKS) as running, daemon() as watching:
+    with job("light", RANKS) as running, daemon() as watching:
         await_ranks(watching, running)
         # An operator watches and a Prometheus scrapes (below, once a slice), as in real life.
         threading.Thread(target=_watch, args=(watching.grpc_target,), daemon=True).start()
@@ -33,7 +33,7 @@ def measure(slices: int = SLICES) -> list[Row]:
         for _ in range(slices):
             time.sleep(SLICE_SECONDS)
             found.append(_look(watching))
-            running.check()
+            running.ranks.check()
     return _rows(found)
 
 

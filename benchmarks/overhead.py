@@ -37,10 +37,10 @@ class Block:
 
 
 def measure(pairs: int = PAIRS, probe_pairs: int = PROBE_PAIRS) -> list[Row]:
-    with job("ddp.py", RANKS) as running:
+    with job("heavy", RANKS) as running:
         probe_blocks = list(_alternate_probe(running, probe_pairs))
         blocks = list(_alternate_everything(running, pairs))
-        running.check()
+        running.ranks.check()
         times = np.load(running.times_path(0), mmap_mode="r")
         ends, lengths = (np.array(column) for column in times[times[:, 0] > 0].T)
     everything = _Compared.of(blocks, ends, lengths)
@@ -62,7 +62,7 @@ def _alternate_probe(running: Job, pairs: int) -> Iterator[Block]:
 
 def _alternate_everything(running: Job, pairs: int) -> Iterator[Block]:
     for on in _orders(pairs):
-        running.check()
+        running.ranks.check()
         running.control.set(Control.PROBED if on else Control.PLAIN)
         with ExitStack() as stack:
             if on:

@@ -48,7 +48,7 @@ def row(registered: Sequence[float], plain: Sequence[float]) -> Row:
 
 def _median_step_ns(watching: RunningDaemon, is_registered: bool, block_seconds: float) -> float:
     """Of one run, once it is past its first steps and known to the daemon."""
-    with job("ddp.py", 1, {"KINETO_USE_DAEMON": "1"} if is_registered else {}) as running:
+    with job("heavy", 1, {"KINETO_USE_DAEMON": "1"} if is_registered else {}) as running:
         running.control.set(Control.PLAIN)
         await_ranks(watching, running)
         if is_registered:
@@ -57,7 +57,7 @@ def _median_step_ns(watching: RunningDaemon, is_registered: bool, block_seconds:
         start_ns = time.monotonic_ns()
         time.sleep(block_seconds)
         end_ns = time.monotonic_ns()
-        running.check()
+        running.ranks.check()
         times = np.load(running.times_path(0), mmap_mode="r")
         ends, lengths = (np.array(column) for column in times[times[:, 0] > 0].T)
     inside = lengths[(ends - lengths >= start_ns) & (ends <= end_ns)]

@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,11 +17,12 @@ from pathlib import Path
 
 from rankscope.common.run_names import run_name
 from rankscope.probe import injection
+from tools.jobs.launcher import Ranks, start_ranks
 
 PATIENCE_SECONDS = 240.0
 POLL_SECONDS = 0.05
-JOBS = Path(__file__).resolve().parent / "jobs"
-ROOT = JOBS.parent.parent
+END_SECONDS = 10.0
+ROOT = Path(__file__).resolve().parent.parent
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _ANNOUNCED = re.compile(r"rankscope (?:daemon|up): metrics (http://\S+), grpc (unix:\S+)")
 
@@ -55,71 +55,33 @@ class Control:
 
 @dataclass(frozen=True)
 class Job:
-    processes: tuple[subprocess.Popen[bytes], ...]
+    ranks: Ranks
     control: Control
-    folder: Path
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return self.ranks.folder.name
 
     def times_path(self, rank: int) -> Path:
-        return self.folder / f"times-{rank}"
-
-    def check(self) -> None:
-        for rank, process in enumerate(self.processes):
-            if process.poll() is not None:
-                tail = (self.folder / f"log-{rank}").read_text(errors="replace")[-2000:]
-                raise BenchmarkError(f"rank {rank} of the benchmark's job ended with {process.returncode}:\n{tail}")
+        return self.ranks.folder / f"times-{rank}"
 
 
 @contextlib.contextmanager
-def job(script: str, ranks: int, environment: Mapping[str, str] | None = None) -> Iterator[Job]:
-    """Ranks with the probe, each one past its first steps, and more in their environment if asked. They end when the
-    control byte, or their parent, is gone."""
-    with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as name:
-        folder = Path(name)
+def job(load: str, ranks: int, environment: Mapping[str, str] | None = None) -> Iterator[Job]:
+    """Ranks with the probe, each one past its first steps, and more in their environment if asked. `load` is one of
+    those of `timed_ddp.py`. They end when the control byte, or their parent, is gone."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-bench-")))
         control = Control(folder / "control")
-        base = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "MASTER_", "OMP_"))}
-        base |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, (injection.inject_folder(), str(ROOT), base.get("PYTHONPATH")))),
-            "RANKSCOPE_PROBE": "1",
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "TORCHELASTIC_RUN_ID": folder.name,
-            "GLOO_SOCKET_IFNAME": "lo",
-            **(environment or {}),
-        }
-        processes = []
-        for rank in range(ranks):
-            with (folder / f"log-{rank}").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(JOBS / script), str(folder)],
-                        env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        running = Job(tuple(processes), control, folder)
-        try:
-
-            def all_started() -> bool:
-                running.check()
-                return all((folder / f"started-{rank}").exists() for rank in range(ranks))
-
-            wait_until(all_started, f"all ranks of {script} had started")
-            yield running
-        finally:
-            control.set(Control.STOP)
-            for process in processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(10)
-                process.kill()
-                process.wait()
+        path = os.pathsep.join(filter(None, (injection.inject_folder(), str(ROOT), os.environ.get("PYTHONPATH"))))
+        base = {"PYTHONPATH": path, "RANKSCOPE_PROBE": "1", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": folder.name}
+        started = stack.enter_context(
+            start_ranks("timed_ddp.py", [str(folder), load], folder, ranks, {**base, **(environment or {})})
+        )
+        stack.callback(started.wait, END_SECONDS)
+        stack.callback(control.set, Control.STOP)
+        started.wait_for(lambda: started.have_written("started-{}"), "the first steps of all ranks", PATIENCE_SECONDS)
+        yield Job(started, control)
 
 
 @dataclass(frozen=True)
@@ -178,7 +140,7 @@ def daemon(
 
 
 def await_ranks(watching: RunningDaemon, running: Job) -> None:
-    wait_until(lambda: watching.ranks(running.name) == len(running.processes), "the daemon had found all ranks")
+    wait_until(lambda: watching.ranks(running.name) == len(running.ranks.processes), "the daemon had found all ranks")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -208,9 +170,3 @@ def memory_bytes(pid: int, kind: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:")), 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probing:
-        probing.bind(("127.0.0.1", 0))
-        return int(probing.getsockname()[1])

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.repeated_traces import write_repeated
 from benchmarks.reporting import Row
-from benchmarks.running import JOBS, PATIENCE_SECONDS, ROOT, BenchmarkError
+from benchmarks.running import PATIENCE_SECONDS, ROOT, BenchmarkError
 from benchmarks.statistics import Ratio, paired_ratio, spread_of
 
 SOURCE = ROOT / "tests" / "data" / "h200" / "nccl_world1_3steps.json.gz"
@@ -56,7 +56,7 @@ def _compare(folder: Path, at_least_bytes: int, rounds: int) -> list[Row]:
 
 def _run(command: list[str], environment: Mapping[str, str]) -> tuple[Mapping[str, Any], Mapping[str, float]]:
     """What it printed, and what it cost."""
-    launcher = [sys.executable, "-S", "-E", str(JOBS / "measured.py")]
+    launcher = [sys.executable, "-S", "-E", str(ROOT / "benchmarks" / "measured.py")]
     done = subprocess.run(
         launcher + command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )

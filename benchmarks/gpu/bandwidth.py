@@ -39,7 +39,7 @@ def measure(asked: argparse.Namespace, report: Report, probe: Path) -> None:
         with job as running, grpc.insecure_channel(watching.grpc_target) as channel:
             jobs = JobServiceStub(channel)
             while running.running:
-                running.check()
+                running.check(may_end=True)
                 for status in jobs.ListJobs(ListJobsRequest()).jobs:
                     for window in status.ranks:
                         for rate in window.collectives:

@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.gpu.capturing import Captured, capture, during_millis, libkineto_said, step_times
 from benchmarks.gpu.jobs import TrainingJob
 from benchmarks.gpu.reporting import Report
-from benchmarks.gpu.shapes import SHAPES
 from benchmarks.running import RunningDaemon
 from rankscope.analysis.models.device_peaks import peak_flops_per_second
+from tools.jobs.shapes import SHAPES
 
 MFU_TOLERANCE = 0.03
 AFTER_AT_MOST = 1.02

@@ -11,7 +11,6 @@ import contextlib
 import signal
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,11 @@ RUN_SECONDS, CPU_RUN_SECONDS = 120.0, 400.0
 def counted(asked: argparse.Namespace, environment: dict[str, str], probe: Path | None, model: str) -> dict[str, Any]:
     """What rank 0 counted. Other ranks must have counted the same: they run the same program."""
     words = ["--model", model, *(["--compiler", asked.compiler] if asked.compiler else [])]
-    give_up_at = time.monotonic() + (CPU_RUN_SECONDS if asked.cpu else RUN_SECONDS)
     label = f"compile-{model}"
     with lab_job(
         "compile_job.py", words, cpu=asked.cpu, ranks=asked.ranks, environment=environment, probe=probe, label=label
     ) as job:
-        job.wait(give_up_at)
+        job.wait_until_ended(CPU_RUN_SECONDS if asked.cpu else RUN_SECONDS)
         found = [job.fact(f"counts-{rank}.json") for rank in range(asked.ranks)]
     first = found[0]
     if first is None or any(one is None or _compared(one) != _compared(first) for one in found):

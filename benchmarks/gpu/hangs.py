@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.gpu.hangs [--cases 'data loader,collective never entered'] [--parallel 2] [--cpu]
 
-The job is tests/hangs/jobs/hanging.py, in which the last rank hangs. A case meets its targets when a report names that
+The job is tools/jobs/hanging.py, in which the last rank hangs. A case meets its targets when a report names that
 rank and no other, its function, and what the collectives say. Each report is kept in OUT/hangs."""
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import msgspec
 
 from benchmarks.gpu.lab import RANKS, LabJob, lab_job, multi_process_service, probe_folder
 from benchmarks.gpu.reporting import Report, output_of
-from benchmarks.running import ROOT, BenchmarkError, RunningDaemon, child_pids, daemon, wait_until
+from benchmarks.running import BenchmarkError, RunningDaemon, child_pids, daemon, wait_until
 from rankscope.analysis.collectives.hang_report import HangReport
 from rankscope.v1.job_service_pb2 import GetHangRequest, ListHangsRequest, ListJobsRequest
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
+from tools.jobs.launcher import JobError
 
-SCRIPT = ROOT / "tests" / "hangs" / "jobs" / "hanging.py"
 REPORT_SECONDS = 75.0
 
 
@@ -81,7 +81,7 @@ class Hangs:
         try:
             with self._job(case) as job, grpc.insecure_channel(watching.grpc_target) as channel:
                 return *self._await_report(case, job, channel), ""
-        except (BenchmarkError, grpc.RpcError, OSError) as error:  # the other cases have their turn
+        except (JobError, BenchmarkError, grpc.RpcError, OSError) as error:  # the other cases have their turn
             return None, 0.0, f"{type(error).__name__}: {error}"
 
     @contextlib.contextmanager
@@ -95,7 +95,7 @@ class Hangs:
             arguments += ["--folder", str(fifos)]
             yield stack.enter_context(
                 lab_job(
-                    str(SCRIPT),
+                    "hanging.py",
                     arguments,
                     cpu=self._asked.cpu,
                     environment=environment,

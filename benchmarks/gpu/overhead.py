@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu.alternation import is_on
 from benchmarks.gpu.lab import LabJob, await_start, lab_job, multi_process_service, probe_folder
 from benchmarks.gpu.reporting import Report
 from benchmarks.running import BenchmarkError, RunningDaemon, child_pids, daemon
 from benchmarks.statistics import median_of_ratios
+from tools.jobs.alternation import is_on
 
 WARM_UP_SECONDS = 8.0
 # The first part of a block, in which the daemon catches up and queues from before it are worked off.
@@ -76,7 +76,7 @@ def measure(report: Report, asked: argparse.Namespace, probe: Path, environment:
     words = ["--framework", name, "--pairs", asked.pairs, "--block-seconds", asked.block_seconds]
     limit = WARM_UP_SECONDS + 4 * asked.pairs * asked.block_seconds + 60
     words += ["--start-after", WARM_UP_SECONDS, "--seconds", limit, "--width", asked.width]
-    start = partial(lab_job, "verdict_job.py", [str(word) for word in words], cpu=asked.cpu, ranks=asked.ranks)
+    start = partial(lab_job, "framework_job.py", [str(word) for word in words], cpu=asked.cpu, ranks=asked.ranks)
     if asked.of == "daemon":
         words.append("--keep-probe")
     with start(environment=environment, probe=probe, label=name) as job, daemon(command="up") as watching:
@@ -85,7 +85,7 @@ def measure(report: Report, asked: argparse.Namespace, probe: Path, environment:
         plan = job.fact("plan.json")
         if plan is None:
             raise BenchmarkError(f"the job announced no blocks: {job.log_tail(0)}")
-        millis = [steps.millis for steps in job.steps()]
+        millis = [steps.millis for steps in map(job.steps, range(asked.ranks))]
         said = next((line for line in job.log_tail(0).splitlines() if line.startswith("switched")), "")
         print(f"  {name}: {plan}; {said}", flush=True)
         part = "" if asked.of == "both" else f", the {asked.of} alone"
@@ -111,7 +111,7 @@ def _follow(job: LabJob, switch: DaemonSwitch, limit: float, keeps_stopped: bool
     plan, block = None, -1
     try:
         while job.running:
-            job.check()
+            job.check(may_end=True)
             if time.monotonic() > give_up_at:
                 raise BenchmarkError(f"the job did not end in time: {job.log_tail(0)}")
             plan = plan or job.fact("plan.json")

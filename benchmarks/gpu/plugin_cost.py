@@ -8,7 +8,6 @@ import argparse
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ def measure(asked: argparse.Namespace, report: Report, probe: Path, kind: str) -
     with multi_process_service() as environment:
         job = lab_job("plugin_cost_job.py", arguments, cpu=False, environment=environment, probe=probe, label=kind)
         with job as running:
-            running.wait(time.monotonic() + MAX_SECONDS)
+            running.wait_until_ended(MAX_SECONDS)
             told = [running.fact(f"cost-{rank}.json") or {} for rank in range(RANKS)]
     on, off = (np.median([one[name] for one in told], axis=0) for name in ("on", "off"))
     ratio = median_of_ratios(on.tolist(), off.tolist())

@@ -12,7 +12,6 @@ import shutil
 import signal
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def measure(report: Report, name: str, cpu: bool, traces: Path) -> None:
         multi_process_service() as environment,
         lab_job("remedies_job.py", flags, cpu=cpu, ranks=job.ranks, environment=environment, label=name) as running,
     ):
-        running.wait(time.monotonic() + min(MAX_SECONDS, max(report.seconds_left, 1)))
+        running.wait_until_ended(min(MAX_SECONDS, max(report.seconds_left, 1)))
         told = [running.fact(f"remedies-{rank}.json") or {} for rank in range(job.ranks)]
         for path in sorted(running.folder.glob("*.json.gz")):
             shutil.copyfile(path, traces / f"{name}-{path.name}")

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.alternation import is_on
-from benchmarks.gpu.jobs import Steps
 from benchmarks.statistics import Ratio, median_of_ratios
 from rankscope.v1 import job_service_pb2
+from tools.jobs.alternation import is_on
+from tools.jobs.launcher import Steps
 
 ALARM_SECONDS = 15.0
 # Of a fault that comes every few seconds: until it came often enough to be no chance.
@@ -39,7 +39,7 @@ CAUSES = {
     "input": r"(?i)input|slow_read",
 }
 # What it must not name when the host is not to blame; where the device is the CPU, `busy_device` is to blame.
-NOT_CAUSES = dict.fromkeys(("gpu", "tail"), r"^(?!.*busy_device).*(verdict_job\.py|frameworks\.py)")
+NOT_CAUSES = dict.fromkeys(("gpu", "tail"), r"^(?!.*busy_device).*(framework_job\.py|frameworks\.py)")
 # Each stage is one rank: slow stage and slow rank are the same.
 PIPELINES = ("pp",)
 
@@ -87,7 +87,7 @@ class Said:
 @dataclass(frozen=True)
 class Cell:
     framework: str
-    fault: str  # as in verdict_job.py; with a number, so many per cent of a step: gpu10
+    fault: str  # as in framework_job.py; with a number, so many per cent of a step: gpu10
     repeat: int = 1
     rank: int = 2
 

@@ -169,7 +169,7 @@ class Matrix:
             **({"--alternate-after": asked.alternate_after} if asked.alternate_after else {}),
         }
         return lab_job(
-            "verdict_job.py",
+            "framework_job.py",
             [str(word) for pair in words.items() for word in pair],
             cpu=asked.cpu,
             ranks=asked.ranks,
@@ -183,14 +183,14 @@ class Matrix:
         said = heard.about(job)
         self._keep(cell, said)
         try:
-            job.check()
+            job.check(may_end=True)
             if job.running:
                 raise BenchmarkError(f"ranks did not end in time: {job.log_tail(0)}")
             if not said:
                 raise BenchmarkError(
                     f"`rankscope up` said nothing about this job; {heard.problem or 'it does not know it'}"
                 )
-            steps = job.steps()
+            steps = [job.steps(rank) for rank in range(self._asked.ranks)]
             fault = job.fact("fault.json") or {}
             if cell.kind != "none" and not fault:
                 raise BenchmarkError("the fault never began")

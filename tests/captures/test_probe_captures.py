@@ -193,7 +193,7 @@ def test_a_process_that_exits_mid_capture_exits_as_usual(how: str, code: int, tm
 
         (result,) = job.capture(steps=None, seconds=60.0, when_running=leave)
         assert "ended during the capture" in failed(result)
-        assert job.ends() == [(code, "")]
+        assert job.finish() == [(code, "")]
         assert not list(job.temporary.glob("rankscope*"))
 
 
@@ -208,7 +208,7 @@ def test_a_training_thread_that_ends_mid_capture_harms_nothing(tmp_path: Path) -
             job.processes[0].stdin.flush()
 
         assert "ended during the capture" in failed(job.capture(steps=None, seconds=60.0, when_running=leave)[0])
-        assert job.ends() == [(0, "")]
+        assert job.finish() == [(0, "")]
 
 
 @pytest.mark.acceptance
@@ -218,7 +218,7 @@ def test_steps_that_a_script_marks_itself_are_recorded_as_well(tmp_path: Path) -
         assert recording.steps == len(steps) == 5
         assert len(annotations(trace, "aten::matmul")) == 5
         job.tell("end")
-        assert job.ends() == [(0, "")]
+        assert job.finish() == [(0, "")]
 
 
 @pytest.mark.acceptance

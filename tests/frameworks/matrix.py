@@ -1,6 +1,7 @@
 """Which frameworks are tried, and what has to be true of each. Tests and docs/frameworks.md are made from this table.
 
-To add a framework: a job in `jobs/`, a row here, and `python -m tests.frameworks.matrix` for the page."""
+To add a framework: a loop in `tools/jobs/frameworks.py` or `cpu_frameworks.py`, a row here, and
+`python -m tests.frameworks.matrix` for the page."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "frameworks.md"
 NONE, HOST, INPUT, BACKWARD = "none", "host", "input", "backward"
 FAULTS = (HOST, INPUT, BACKWARD)
+JOB = "cpu_frameworks.py"
 DDP_TIMERS, BLOCKING_CALLS = "ddp timers", "blocking calls"
 # Figures of a cell.
 STEP_TIME, ALARM, IMPACT = "step time, off the job's own clock", "alarm after the fault", "impact, off the true one"
@@ -26,15 +28,19 @@ class Framework:
 
     key: str
     title: str
-    script: str
     source: str  # of the wait, as the window names it
-    arguments: tuple[str, ...] = ()
+    loop: tuple[str, ...] = ()  # of the job, with its arguments; by default its name is the key
     package: str = ""  # what has to be installed beyond torch, by the name it is imported by
     kind: Kind = Kind.SLOW_RANK
     stage: int | None = None
     peers: tuple[int, ...] = (0, 1, 3)  # who does the same work as the slow rank
     blind: str = ""  # why the wait cannot be measured; then the window has to say so, and no verdict may be wrong
     note: str = ""  # what a reader has to know
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of the job's script."""
+        return self.loop or (self.key,)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -47,10 +53,8 @@ class Framework:
 
 
 def _compiled(what: str, title: str, source: str, blind: str = "") -> Framework:
-    arguments, note = (what, "aot_eager"), "backend aot_eager"
-    return Framework(
-        f"compiled_{what}", f"`torch.compile` of {title}", "compiled.py", source, arguments, blind=blind, note=note
-    )
+    loop, note = ("compiled", what, "aot_eager"), "backend aot_eager"
+    return Framework(f"compiled_{what}", f"`torch.compile` of {title}", source, loop, blind=blind, note=note)
 
 
 _ALSO_DDP = "wraps the model in DDP"
@@ -59,46 +63,38 @@ _SKIPPED = "the scaler skips every tenth step of the job"
 _STAGES = "stages run different code, so the verdict names the stage and no line"
 
 MATRIX: tuple[Framework, ...] = (
-    Framework("ddp", "DDP", "ddp.py", DDP_TIMERS),
-    Framework("ddp_no_sync", "DDP, `no_sync` accumulation", "ddp_no_sync.py", DDP_TIMERS),
-    Framework("fsdp1", "FSDP1", "fsdp1.py", BLOCKING_CALLS),
-    Framework("fsdp2", "FSDP2 (`fully_shard`)", "fsdp2.py", BLOCKING_CALLS),
-    Framework("hsdp", "HSDP (FSDP2, 2 × 2 mesh)", "hsdp.py", BLOCKING_CALLS),
-    Framework("tensor_parallel", "tensor parallel (DTensor)", "tensor_parallel.py", BLOCKING_CALLS),
+    Framework("ddp", "DDP", DDP_TIMERS),
+    Framework("ddp_no_sync", "DDP, `no_sync` accumulation", DDP_TIMERS),
+    Framework("fsdp1", "FSDP1", BLOCKING_CALLS),
+    Framework("fsdp2", "FSDP2 (`fully_shard`)", BLOCKING_CALLS),
+    Framework("hsdp", "HSDP (FSDP2, 2 × 2 mesh)", BLOCKING_CALLS),
+    Framework("tensor_parallel", "tensor parallel (DTensor)", BLOCKING_CALLS, ("tp",)),
     Framework(
         "pipeline_stages",
         "pipeline (`torch.distributed.pipelining`), 4 stages",
-        "pipeline.py",
         BLOCKING_CALLS,
-        ("4",),
+        ("pipeline", "4"),
         kind=Kind.SLOW_STAGE,
         stage=2,
         note=_STAGES,
     ),
-    Framework(
-        "pipeline_replicas", "pipeline, 2 stages × 2 replicas", "pipeline.py", BLOCKING_CALLS, ("2",), peers=(3,)
-    ),
-    Framework("handwritten", "hand-written, flat buffer and `all_reduce`", "handwritten.py", BLOCKING_CALLS),
-    Framework(
-        "amp", "DDP, AMP with GradScaler", "amp.py", DDP_TIMERS, note="every tenth step is skipped by the scaler"
-    ),
-    Framework("two_optimizers", "DDP, two models and optimizers (GAN)", "two_optimizers.py", DDP_TIMERS),
+    Framework("pipeline_replicas", "pipeline, 2 stages × 2 replicas", BLOCKING_CALLS, ("pipeline", "2"), peers=(3,)),
+    Framework("handwritten", "hand-written, flat buffer and `all_reduce`", BLOCKING_CALLS, ("hand",)),
+    Framework("amp", "DDP, AMP with GradScaler", DDP_TIMERS, note="every tenth step is skipped by the scaler"),
+    Framework("two_optimizers", "DDP, two models and optimizers (GAN)", DDP_TIMERS),
     _compiled("ddp", "DDP", DDP_TIMERS),
     _compiled("fsdp2", "FSDP2", BLOCKING_CALLS),
     _compiled("tensor_parallel", "tensor parallel", "", blind=_IN_GRAPH),
     _compiled("handwritten", "the hand-written loop", BLOCKING_CALLS),
-    Framework(
-        "hf_trainer", "Hugging Face Trainer", "hf_trainer.py", DDP_TIMERS, package="transformers", note=_ALSO_DDP
-    ),
-    Framework("accelerate", "Accelerate", "accelerate_ddp.py", DDP_TIMERS, package="accelerate", note=_ALSO_DDP),
-    Framework("lightning", "Lightning", "lightning_ddp.py", DDP_TIMERS, package="pytorch_lightning", note=_ALSO_DDP),
+    Framework("hf_trainer", "Hugging Face Trainer", DDP_TIMERS, ("hf",), package="transformers", note=_ALSO_DDP),
+    Framework("accelerate", "Accelerate", DDP_TIMERS, package="accelerate", note=_ALSO_DDP),
+    Framework("lightning", "Lightning", DDP_TIMERS, package="pytorch_lightning", note=_ALSO_DDP),
     *(
         Framework(
             f"deepspeed_zero{stage}",
             f"DeepSpeed ZeRO-{stage}",
-            "deepspeed_zero.py",
             BLOCKING_CALLS,
-            (str(stage),),
+            ("deepspeed_zero", str(stage)),
             package="deepspeed",
         )
         for stage in (1, 2, 3)

@@ -17,7 +17,7 @@ from rankscope.cli.standalone import Standalone
 from rankscope.daemon.config import resolve
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1 import window_pb2
-from tests.frameworks.job_process import DELAY_SECONDS, RANKS, SLOW_RANK, FrameworkJob
+from tests.frameworks.job_process import DELAY_SECONDS, RANKS, SLOW_RANK, FrameworkJob, framework_job
 
 NO_FAULT = "none"
 DDP_TIMERS = "ddp timers"
@@ -243,7 +243,7 @@ def play(
         config = resolve({"socket": f"{folder}/daemon.sock", "metrics_listen": "none", "captures": False}, {}).config
         # The tests run in the same process; the daemon's budget is charged for the daemon's thread.
         standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time))
-        job = stack.enter_context(FrameworkJob(python, script, arguments, fault, slow_rank))
+        job = stack.enter_context(framework_job(python, script, arguments, fault, slow_rank))
         listener = _Listener(job)
         stack.callback(standalone.correlator.listen(listener))
         job.wait_until_training()
@@ -283,7 +283,7 @@ def _begins(tick: Heard) -> float:
 def _wait(job: FrameworkJob, seconds: float, condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
-        job.check()
+        job.ranks.check()
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

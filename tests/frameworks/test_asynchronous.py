@@ -13,8 +13,8 @@ from statistics import median
 import pytest
 
 from rankscope.analysis.verdicts.verdict import Confidence, Kind
-from tests.frameworks.job_process import SLOW_RANK
-from tests.frameworks.matrix import HOST, NONE
+from tests.frameworks.job_process import SLOW_RANK, faulty_line
+from tests.frameworks.matrix import HOST, JOB, NONE
 from tests.frameworks.played_cell import PlayedCell, play
 from tests.support.measuring import Measured
 
@@ -35,10 +35,10 @@ class Job:
 MESSAGES = Job("messages", "parameter_server.py", ("messages",))
 OWN_OPTIMIZERS = Job("messages_own_optimizers", "parameter_server.py", ("messages", "own_optimizer"))
 RPC = Job("rpc", "parameter_server.py", ("rpc",), is_server_measured=False)
-LOCAL_SGD = Job("local_sgd", "local_sgd.py", ("8",), is_asynchronous=False)
+LOCAL_SGD = Job("local_sgd", JOB, ("local_sgd", "8"), is_asynchronous=False)
 # A synchronisation takes longer than a window, and a job of half a minute has only few.
-LONG_INTERVAL = Job("local_sgd_long_interval", "local_sgd.py", ("100",), is_asynchronous=False)
-DILOCO = Job("diloco", "local_sgd.py", ("8", "diloco"), is_asynchronous=False)
+LONG_INTERVAL = Job("local_sgd_long_interval", JOB, ("local_sgd", "100"), is_asynchronous=False)
+DILOCO = Job("diloco", JOB, ("local_sgd", "8", "diloco"), is_asynchronous=False)
 JOBS = (MESSAGES, OWN_OPTIMIZERS, RPC, LOCAL_SGD, LONG_INTERVAL, DILOCO)
 CELLS = [
     pytest.param(job, fault, id=f"{job.key}-{fault}")
@@ -76,8 +76,7 @@ def test_runs_whose_ranks_do_not_meet_get_the_right_verdict(job: Job, fault: str
     assert played.last.is_alarm, str(played)
     assert played.last.confidence is (Confidence.LOW if is_unsure else Confidence.HIGH), str(played)
     if not is_unsure:
-        named = (expected_line(job, fault), played.last.cause.frames[0].line)
-        assert named[0] == named[1], str(played)
+        assert played.last.cause.frames[0].line == faulty_line(job.script, fault)[1], str(played)
     impact, (low, high) = played.last.impact_ratio or 0.0, true_impact_ratios(job, fault, played)
     print(f"costs {impact:.1%}, in truth {low:.1%} to {high:.1%}")
     error = max(0.0, low - impact, impact - high)
@@ -91,7 +90,7 @@ def test_runs_whose_ranks_do_not_meet_get_the_right_verdict(job: Job, fault: str
     [("balanced", NONE, Kind.HEALTHY), ("balanced", HOST, Kind.SLOW_RANK), ("skewed", NONE, Kind.DATA_IMBALANCE)],
 )
 def test_experts_with_more_tokens_are_an_imbalance(routing: str, fault: str, kind: Kind) -> None:
-    played = play(Path(sys.executable), "mixture_of_experts.py", (routing,), fault)
+    played = play(Path(sys.executable), JOB, ("uneven_experts", routing), fault)
     print(played)
     assert played.last.kind is kind, str(played)
     culprits = {tick.verdict.culprits for tick in played.heard if tick.verdict.kind.is_finding}
@@ -99,15 +98,6 @@ def test_experts_with_more_tokens_are_an_imbalance(routing: str, fault: str, kin
     assert culprits == expected.get(kind, set()), str(played)
     if kind is Kind.DATA_IMBALANCE:
         assert "rank 2 gets 3.0× the tokens" in played.last.reason, str(played)
-
-
-def expected_line(job: Job, fault: str) -> int:
-    """Of the sleep that is the fault: in the job itself, or in what all jobs share."""
-    jobs = Path(__file__).resolve().parent / "jobs"
-    texts = [(jobs / name).read_text().splitlines() for name in (job.script, "parts.py")]
-    return next(
-        number for lines in texts for number, text in enumerate(lines, start=1) if text.endswith(f"# FAULT {fault}")
-    )
 
 
 def true_impact_ratios(job: Job, fault: str, played: PlayedCell) -> tuple[float, float]:

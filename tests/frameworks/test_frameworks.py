@@ -12,11 +12,12 @@ from pathlib import Path, PurePath
 import pytest
 
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
-from tests.frameworks.job_process import JOBS, SLOW_RANK
+from tests.frameworks.job_process import SLOW_RANK, faulty_line
 from tests.frameworks.matrix import (
     ALARM,
     HOST,
     IMPACT,
+    JOB,
     MATRIX,
     NONE,
     ROOT,
@@ -58,7 +59,7 @@ def parameters(*, blind: bool) -> list[object]:
 
 def test_the_slow_rank_of_an_fsdp2_job_is_named() -> None:
     (framework,) = (each for each in MATRIX if each.key == "fsdp2")
-    played = play(python_with(framework.package), framework.script, framework.arguments, HOST)
+    played = play(python_with(framework.package), JOB, framework.arguments, HOST)
     accused = {tick.verdict.culprits for tick in played.heard if tick.verdict.is_alarm}
     assert (SLOW_RANK,) in accused, str(played)
 
@@ -69,10 +70,10 @@ def test_the_slow_rank_of_an_fsdp2_job_is_named() -> None:
 def test_only_the_slow_rank_of_a_real_job_is_named(framework: Framework, fault: str, measured: Measured) -> None:
     python = python_with(framework.package)
     names_line = framework.names_line and fault != NONE
-    line = faulty_line(framework, fault) if names_line else None
+    line = faulty_line(JOB, fault) if names_line else None
     played = play(
         python,
-        framework.script,
+        JOB,
         framework.arguments,
         fault,
         is_complete=lambda verdict: not names_line or line_of(verdict) == line,
@@ -99,7 +100,7 @@ def test_only_the_slow_rank_of_a_real_job_is_named(framework: Framework, fault: 
 def test_unmeasurable_waiting_is_reported_and_causes_no_wrong_verdict(
     framework: Framework, fault: str, measured: Measured
 ) -> None:
-    played = play(python_with(framework.package), framework.script, framework.arguments, fault, is_blind=True)
+    played = play(python_with(framework.package), JOB, framework.arguments, fault, is_blind=True)
     print(played)
     measured(name_of(framework, fault, STEP_TIME), step_time_error(played), "of a step", at_most=STEP_TOLERANCE)
     # The probe needs a few windows to know that collectives pass it by.
@@ -165,15 +166,6 @@ def line_of(verdict: Verdict) -> tuple[str, int] | None:
     """File and number of the line that is named first."""
     frames = verdict.cause.frames
     return (PurePath(frames[0].file).name, frames[0].line) if frames else None
-
-
-def faulty_line(framework: Framework, fault: str) -> tuple[str, int]:
-    """File and line of the sleep that is the fault: in the job itself, or in what all jobs share."""
-    for name in (framework.script, "parts.py"):
-        for number, text in enumerate((JOBS / name).read_text().splitlines(), start=1):
-            if text.endswith(f"# FAULT {fault}"):
-                return name, number
-    raise ValueError(f"no line is marked with FAULT {fault}")
 
 
 def test_every_framework_has_a_key_of_its_own() -> None:

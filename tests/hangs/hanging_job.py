@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,22 +25,22 @@ from rankscope.v1.profile_service_pb2 import DumpStacksRequest, FlightRecorderTa
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 from tests.integration.probe_running import PROBE_PATH
 from tests.support.waiting import wait_until
+from tools.jobs.launcher import SCRIPTS, Ranks, start_ranks
 
-SCRIPT = Path(__file__).parent / "jobs" / "hanging.py"
+SCRIPT = SCRIPTS / "hanging.py"
 PATIENCE_SECONDS = 150.0
 
 
 class HangingJob:
     """Use it as `with hanging_job(...)`. `verdicts` are all that were given, oldest first."""
 
-    def __init__(self, standalone: Standalone, run: str, folder: Path) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+    def __init__(self, standalone: Standalone, run: str, ranks: Ranks) -> None:
         self.verdicts: list[Verdict] = []
         self.longest_stall_seconds = 0.0
         self.hangs: list[str] = []  # why, with the stalls behind it
         self._stalls_seconds: list[float] = []  # since any of the ranks ended a step, by tick
         self._run = run
-        self._folder = folder
+        self._ranks = ranks
         self.target = standalone.addresses.grpc_targets[0]
         standalone.correlator.listen(self._note)
 
@@ -53,7 +50,7 @@ class HangingJob:
         return [*dict.fromkeys(f"{verdict.kind.value}: {verdict.reason}" for verdict in self.verdicts), *self.logs()]
 
     def logs(self) -> list[str]:
-        return [path.read_text() for path in sorted(self._folder.glob("rank*.log"))]
+        return [self._ranks.log(rank) for rank in range(len(self._ranks.processes))]
 
     def _note(self, states: tuple[JobState, ...]) -> None:
         for state in states:
@@ -90,7 +87,7 @@ class HangingJob:
         found: dict[int, FlightRecorderTail] = {}
 
         def are_answered() -> bool:
-            with grpc.insecure_channel(f"unix:{self._folder / 'd.sock'}") as channel:
+            with grpc.insecure_channel(f"unix:{self._ranks.folder / 'd.sock'}") as channel:
                 request = DumpStacksRequest(job=self._run, with_flight_recorder=True)
                 answer = ProfileServiceStub(channel).DumpStacks(request, timeout=PATIENCE_SECONDS)
             found.update({one.rank: one.flight_recorder for one in answer.ranks})
@@ -110,17 +107,17 @@ class HangingJob:
     def wait_until_it_proceeds(self) -> None:
         """From what takes long, once that was longer than a hang."""
         self._wait(lambda: self.longest_stall_seconds > 8.0)
-        (self._folder / "long enough").touch()
+        (self._ranks.folder / "long enough").touch()
         self.wait_for_files("proceeded-")
         proceeded = len(self.verdicts)
         self._wait(lambda: len(self.verdicts) > proceeded + 2)
 
     def wait_for_files(self, prefix: str) -> None:
         """One of each rank."""
-        self._wait(lambda: all((self._folder / f"{prefix}{rank}").exists() for rank in range(len(self.processes))))
+        self._wait(lambda: self._ranks.have_written(f"{prefix}{{}}"))
 
     def wait_until_it_ends(self) -> None:
-        self._wait(lambda: all(process.poll() is not None for process in self.processes))
+        self._wait(lambda: not self._ranks.running)
 
     def _wait(self, condition: Callable[[], object]) -> None:
         wait_until(condition, lambda: self.told, PATIENCE_SECONDS)
@@ -139,31 +136,17 @@ def hanging_job(
     for fifo in ("shard", "stuck.pt"):
         os.mkfifo(folder / fifo)
     run = f"hang-{uuid.uuid4().hex[:12]}"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_"))}
-    environment |= {"RANKSCOPE_RUN": run, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"RANKSCOPE_RUN": run, "OMP_NUM_THREADS": "1"}
     if dump_prefix is not None:
         environment["TORCH_FR_DUMP_TEMP_FILE"] = str(dump_prefix)
     if probe:
-        environment["PYTHONPATH"] = os.pathsep.join([PROBE_PATH, environment.get("PYTHONPATH", "")])
+        environment["PYTHONPATH"] = PROBE_PATH
     places = {"socket": str(folder / "d.sock"), "metrics_listen": "127.0.0.1:0"}
     places |= {"capture_dir": str(folder / "captures"), "profile_dir": str(folder / "profiles")}
     policy = replace(DEFAULT_POLICY, hang_checkpoint_seconds=DEFAULT_POLICY.hang_seconds)
     config = replace(resolve(places, {}).config, window_seconds=0.5)
     with ExitStack() as stack:
         standalone = stack.enter_context(Standalone(config, policy, own_cpu_seconds=time.thread_time))
-        job = HangingJob(standalone, run, folder)
-        for rank in range(ranks):
-            command = [sys.executable, str(SCRIPT), "--cause", cause, "--folder", str(folder), "--cpu"]
-            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with (folder / f"rank{rank}.log").open("wb") as log:
-                # A session of its own, so that what it forks ends with it.
-                process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
-            stack.callback(_end, process)
-            job.processes.append(process)
-        yield job
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        words = ["--cause", cause, "--folder", str(folder), "--cpu"]
+        started = stack.enter_context(start_ranks("hanging.py", words, folder, ranks, environment))
+        yield HangingJob(standalone, run, started)

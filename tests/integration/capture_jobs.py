@@ -16,9 +16,9 @@ from typing import Any
 
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of
 from tests.integration.private_tmp import PRIVATE_TMP
+from tests.integration.small_job import SCRIPT
 from tests.support.waiting import wait_until
 
-SCRIPT = Path(__file__).parent / "jobs" / "capture_ddp.py"
 LOOPBACK = Path(__file__).parent / "jobs" / "loopback_up.py"
 RANKS = 4
 # Its own loopback, and a /tmp that nobody else sees.

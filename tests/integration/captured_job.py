@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,14 +10,9 @@ from pathlib import Path
 
 from rankscope.daemon.captures.orders import CaptureError, Options, Order, Recording, Stage, Workspace
 from rankscope.daemon.captures.probe_backend import ProbeBackend
-from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
-from rankscope.probe import injection
+from tests.integration.probe_running import DEADLINE_SECONDS, PipedJob
 from tests.support.waiting import wait_until
-
-# Importing torch takes two minutes on a machine with fifty others at work.
-DEADLINE_SECONDS = 280.0
-LIBKINETOS_OWN = ("USDT:", "ERROR: External init callback")
 
 SCRIPT = """
 import os, queue, sys, threading, time, torch
@@ -54,31 +46,12 @@ print("ended", steps, flush=True)
 """
 
 
-class CapturedJob:
+class CapturedJob(PipedJob):
     def __init__(self, folder: Path, ranks: int = 1, script: str = SCRIPT, **environment: str) -> None:
-        path = folder / "train.py"
-        path.write_text(script)
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
-        dropped = ("RANKSCOPE", "KINETO")
-        base = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        base |= {"PYTHONPATH": injection.inject_folder(), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(path), str(folder / "rendezvous")],
-                env=base | environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        self.ranks = [
-            RankProcess("job", rank, rank, ranks, process.pid, ticks(process.pid), (process.pid,))
-            for rank, process in enumerate(self.processes)
-        ]
+        super().__init__(folder, script, ranks, {"TMPDIR": str(self.temporary), **environment})
         self.backend = ProbeBackend()
         self._captures = 0
 
@@ -154,33 +127,14 @@ class CapturedJob:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write("end\n")
                 process.stdin.flush()
-        return self.ends()
-
-    def ends(self) -> list[tuple[int, str]]:
-        """Exit code and stderr of each, without libkineto's own lines."""
-        ends = []
-        for process in self.processes:
-            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
-            ours = [line for line in errors.splitlines() if not line.startswith(LIBKINETOS_OWN)]
-            ends.append((process.returncode, "\n".join(ours)))
-        return ends
+        return self.finish()
 
 
 @contextlib.contextmanager
 def captured_job(folder: Path, ranks: int = 1, script: str = SCRIPT, **environment: str) -> Iterator[CapturedJob]:
-    job = CapturedJob(folder, ranks, script, **environment)
-    try:
+    with contextlib.closing(CapturedJob(folder, ranks, script, **environment)) as job:
         job.wait_until_it_steps()
         yield job
-    finally:
-        for process in job.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-
-
-def ticks(pid: int) -> int:
-    return read_stat(f"/proc/{pid}").start_ticks
 
 
 def holds_a_trace(pid: int) -> bool:

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.probe import injection
 from tests.support.waiting import wait_until
 
-DEADLINE_SECONDS = 280
+# Importing torch takes two minutes on a machine with fifty others at work.
+DEADLINE_SECONDS = 280.0
+LIBKINETOS_OWN = ("USDT:", "ERROR: External init callback")
 # The probe of this checkout, wherever another one is installed.
 PROBE_PATH = os.pathsep.join([injection.inject_folder(), str(Path(injection.__file__).parents[2])])
 # The script ends when the test closes its stdin, so that nothing depends on timing.
@@ -36,18 +39,18 @@ def come_late():
 """
 
 
-class Job:
-    """Processes of one script, seen through a collector."""
+class PipedJob:
+    """Processes of one script that a test talks to by stdin and stdout."""
 
-    def __init__(self, folder: Path, script: str, ranks: int = 1, **environment: str) -> None:
+    def __init__(self, folder: Path, script: str, ranks: int, environment: Mapping[str, str]) -> None:
         path = folder / "train.py"
-        path.write_text(script + WAIT_FOR_THE_TEST)
-        environment = {"PYTHONPATH": PROBE_PATH, "OMP_NUM_THREADS": "1"} | environment
-        base = {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE")}
+        path.write_text(script)
+        base = {name: value for name, value in os.environ.items() if not name.startswith(("RANKSCOPE", "KINETO"))}
+        base |= {"PYTHONPATH": PROBE_PATH, "OMP_NUM_THREADS": "1", **environment}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(path), str(folder / "rendezvous")],
-                env=base | environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                env=base | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -56,9 +59,31 @@ class Job:
             for rank in range(ranks)
         ]
         self.ranks = [
-            RankProcess("job", rank, rank, ranks, process.pid, 1, (process.pid,))
-            for rank, process in enumerate(self.processes)
+            RankProcess("job", rank, rank, ranks, one.pid, read_stat(f"/proc/{one.pid}").start_ticks, (one.pid,))
+            for rank, one in enumerate(self.processes)
         ]
+
+    def finish(self) -> list[tuple[int, str]]:
+        """Exit code and stderr of each, without libkineto's own lines."""
+        ends = []
+        for process in self.processes:
+            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+            ours = [line for line in errors.splitlines(keepends=True) if not line.startswith(LIBKINETOS_OWN)]
+            ends.append((process.returncode, "".join(ours)))
+        return ends
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+class Job(PipedJob):
+    """Seen through a collector."""
+
+    def __init__(self, folder: Path, script: str, ranks: int = 1, **environment: str) -> None:
+        super().__init__(folder, script + WAIT_FOR_THE_TEST, ranks, environment)
         self.collector = StepsCollector()
         self._started_ns = time.time_ns()
 
@@ -86,22 +111,8 @@ class Job:
 
         wait_until(is_met, lambda: found, DEADLINE_SECONDS)
 
-    def finish(self) -> list[tuple[int, str]]:
-        """Exit code and stderr of each."""
-        ends = []
-        for process in self.processes:
-            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
-            ends.append((process.returncode, errors))
-        return ends
-
 
 @contextlib.contextmanager
 def running(folder: Path, script: str, ranks: int = 1, **environment: str) -> Iterator[Job]:
-    job = Job(folder, script, ranks, **environment)
-    try:
+    with contextlib.closing(Job(folder, script, ranks, **environment)) as job:
         yield job
-    finally:
-        for process in job.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()

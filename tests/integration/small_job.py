@@ -1,4 +1,4 @@
-"""Starting the small DDP job, and what the tests that watch it share."""
+"""Starting the plain DDP job, and what the tests that watch it share."""
 
 from __future__ import annotations
 
@@ -6,41 +6,50 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rankscope.daemon import procfs
 from rankscope.daemon.samples import RankProcess
+from tests.support.waiting import wait_until
+from tools.jobs.launcher import SCRIPTS
 
-SCRIPT = Path(__file__).parent / "jobs" / "small_ddp.py"
+SCRIPT = SCRIPTS / "plain_ddp.py"
+END_SECONDS = 240.0
 
 
-def slow_line() -> int:
-    return 1 + next(number for number, line in enumerate(SCRIPT.read_text().splitlines()) if "SLOW LINE" in line)
+def slow_line(of: str = "all ranks") -> int:
+    """Where all ranks sleep in every step, or `one rank` does."""
+    mark = f"# SLOW LINE of {of}"
+    return 1 + next(number for number, line in enumerate(SCRIPT.read_text().splitlines()) if line.endswith(mark))
 
 
 @contextmanager
-def small_ddp_job(run_id: str) -> Iterator[subprocess.Popen[str]]:
-    """Two ranks under torchrun, past their twentieth step. A job of its own run id, whatever else runs here."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_"))}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+def small_ddp_job(run_id: str, ranks: int = 2, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Ranks under torchrun, past their twentieth step. A job of its own run id, whatever else runs here. It is told to
+    end and has ended after that, if it did not before."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_"))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_id, str(SCRIPT)]
-    # A session of its own, so that launcher, ranks and workers can be ended together.
-    job = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    try:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "step 20\n", "the job ended before its twentieth step"
-        yield job
-    finally:
-        os.killpg(job.pid, signal.SIGTERM)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        variables = {"JOB_FOLDER": name, "JOB_WORKERS": "1", "OMP_NUM_THREADS": "1", **environment}
+        # A session of its own, so that launcher, ranks and workers can be ended together.
+        with (folder / "log").open("wb") as log:
+            job = subprocess.Popen(command, env=kept | variables, stdout=log, stderr=log, start_new_session=True)
         try:
-            job.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.communicate()
+            ready = folder / "READY"
+            wait_until(lambda: ready.exists() or job.poll() is not None, (folder / "log").read_text, END_SECONDS)
+            assert job.poll() is None, (folder / "log").read_text()
+            yield job
+            (folder / "STOP").touch()
+            job.wait(END_SECONDS)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
 
 
 def as_rank(pid: int, number: int = 0) -> RankProcess:

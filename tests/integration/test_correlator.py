@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rankscope.analysis.profiles.pprof import read_pprof
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS
 from tests.integration.machines import Machine, machines
+from tests.integration.small_job import SCRIPT
 from tests.support.waiting import wait_until
 
-JOB = Path(__file__).parent / "jobs" / "capture_ddp.py"
 SLOW_RANK = 3
 API = "10.77.0.100:9468"
 FETCH = "import sys, urllib.request; sys.stdout.write(urllib.request.urlopen(sys.argv[1], timeout=20).read().decode())"
@@ -72,7 +72,7 @@ class Fleet:
             variables |= {"RANKSCOPE_RUN": "llama-7", "RANKSCOPE_PROBE": "1", "JOB_FOLDER": str(self.folder)}
             command = ["env", "-i", *(f"{k}={v}" for k, v in {**kept, **variables}.items()), f"SLOW_RANK={SLOW_RANK}"]
             self.running[f"rank {rank}"] = node.start(
-                [*command, sys.executable, str(JOB)], self.folder / f"rank{rank}.log"
+                [*command, sys.executable, str(SCRIPT)], self.folder / f"rank{rank}.log"
             )
 
     def stop(self, name: str) -> None:

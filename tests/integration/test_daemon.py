@@ -22,12 +22,12 @@ from rankscope.common.run_names import run_labels
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
+from tests.integration.small_job import small_ddp_job
 from tests.support.measuring import Measured
 from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 180
 WINDOW_NANOS = 500_000_000
-TRAINING_JOB = Path(__file__).parent / "jobs" / "small_ddp.py"
 ANNOUNCED = re.compile(r"rankscope daemon: metrics (http://127\.0\.0\.1:\d+/metrics), grpc (unix:\S+)")
 
 
@@ -68,18 +68,9 @@ def running(tmp_path: Path) -> Iterator[Running]:
 @pytest.fixture
 def training_job() -> Iterator[str]:
     """Two ranks of a real DDP job with the probe; yields its run id, which is part of the job's name."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANKSCOPE_PROBE": "1"}
     run_id = f"daemon-test-{os.getpid()}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    launcher += ["--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={run_id}", str(TRAINING_JOB)]
-    job = subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    try:
-        assert job.stdout is not None
-        assert job.stdout.readline().strip() == "step 20"
+    with small_ddp_job(run_id, RANKSCOPE_PROBE="1"):
         yield run_id
-    finally:
-        job.terminate()
-        job.communicate(timeout=PATIENCE_SECONDS)
 
 
 def first_message(

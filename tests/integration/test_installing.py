@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.images.project_reading import ROOT, version
+from tests.integration.small_job import SCRIPT
 from tests.support.waiting import wait_until
 from tests.unit.test_extras import installed as with_requirements
 
@@ -117,17 +118,17 @@ def test_a_job_beside_an_old_protobuf_gets_its_verdict(installed: Path, training
         for top in {Path(file).parts[0] for file in importlib.metadata.files(name) or ()} - {"..", "__pycache__"}:
             (packages / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
     (packages / "old_protobuf.pth").write_text(f"{ROOT / '.old-protobuf'}\n")
-    slow_rank, job = ROOT / "tests" / "integration" / "jobs" / "slow_rank.py", tmp_path / "job.py"
+    job = tmp_path / "job.py"
     job.write_text(
-        slow_rank.read_text() + "    import google.protobuf\n\n    print('protobuf', google.protobuf.__version__)\n"
+        SCRIPT.read_text() + "    import google.protobuf\n\n    print('protobuf', google.protobuf.__version__)\n"
     )
-    end, told = tmp_path / "end", tmp_path / "told"
-    torchrun = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", str(job), str(end)]
+    end, told = tmp_path / "STOP", tmp_path / "told"
+    torchrun = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", str(job)]
     with told.open("w") as stderr:
         running = subprocess.Popen(
             [str(installed / "rankscope"), "run", "--", *torchrun],
             cwd=tmp_path,
-            env=clean_environment(tmp_path, training),
+            env=clean_environment(tmp_path, training) | {"JOB_FOLDER": str(tmp_path), "SLOW_RANK": "1"},
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +16,10 @@ import pytest
 from rankscope.analysis.profiles.pprof import read_pprof
 from rankscope.daemon.profiles.database import SET_ASIDE
 from tests.integration.daemon_process import MAIN, Serving, serving
+from tests.integration.small_job import slow_line, small_ddp_job
 from tests.integration.test_pprof_tool import top
 from tests.support.waiting import wait_until
 
-JOB = Path(__file__).parent / "jobs" / "slow_input.py"
 RUN = f"flame-{os.getpid()}"  # other jobs may run on this machine
 SLOW_RANK = "1"
 SAMPLES_NEEDED = 600  # twelve observations of 5 s at 10 Hz; they take longer on a busy machine
@@ -31,37 +29,16 @@ STORE = (sys.executable, "-m", "tests.integration.profile_writers")
 ON_SMALL_DISK = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"')
 
 
-@contextmanager
-def job(begun: Path, end: Path) -> Iterator[None]:
-    environment = {**os.environ, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    with (end.parent / "job.log").open("wb") as log:
-        running = subprocess.Popen(
-            [*command, str(JOB), str(begun), str(end), SLOW_RANK],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        wait_until(begun.exists, lambda: f"the job does not train; its status is {running.poll()}")
-        yield
-        end.touch()
-        assert running.wait(PATIENCE_SECONDS) == 0, (end.parent / "job.log").read_text()
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Once there are samples of all ranks."""
     folder = tmp_path_factory.mktemp("profiles")
     flags = ("--budget-ratio", "1", "--captures", "false", "--gpu", "false")
-    with job(folder / "begun", folder / "end"), serving(folder, "daemon", *flags) as daemon:
+    job = small_ddp_job(RUN, 4, RANKSCOPE_RUN=RUN, SLOW_RANK=SLOW_RANK, SLOW_SECONDS="0.2")
+    with job as training, serving(folder, "daemon", *flags) as daemon:
         daemon.wait_until(lambda: sum(map(bool, daemon.values("rankscope_rank_stack_samples_total", run=RUN))) == 4)
         yield daemon
+    assert training.returncode == 0
 
 
 def rankscope(daemon: Serving, *words: str) -> subprocess.CompletedProcess[str]:
@@ -145,8 +122,7 @@ def test_the_slow_function_comes_first_against_the_cohort(watched: Serving) -> N
     wait_until(is_told, lambda: said[-1], PATIENCE_SECONDS)
     told = said[-1]
     assert told.returncode == 0, told.stderr
-    line = 1 + next(n for n, text in enumerate(JOB.read_text().splitlines()) if text.endswith("# here"))
     first, _, row, *_ = told.stdout.splitlines()
-    place = f"load_image (slow_input.py:{line})"
+    place = f"slow_augmentation (plain_ddp.py:{slow_line('one rank')})"
     assert first.startswith(f"rank {SLOW_RANK} spends ") and f"`{place}`, its peers 0 %" in first
     assert row.endswith(place)

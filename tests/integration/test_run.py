@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,14 +14,10 @@ import pytest
 
 from tests.doc_commands import ROOT
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS
+from tests.integration.small_job import SCRIPT, slow_line
 from tests.support.waiting import wait_until
 
-SLOW_RANK = Path(__file__).parent / "jobs" / "slow_rank.py"
 RUN = (*MAIN, "run")
-
-
-def slow_line() -> int:
-    return 1 + next(n for n, line in enumerate(SLOW_RANK.read_text().splitlines()) if line.endswith("# here"))
 
 
 def shapes(text: str) -> set[str]:
@@ -30,17 +27,18 @@ def shapes(text: str) -> set[str]:
 
 
 def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -> None:
-    end, summary, page = tmp_path / "end", tmp_path / "summary.json", tmp_path / "card.html"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SLOW_RANK), str(end))
+    end, summary, page = tmp_path / "STOP", tmp_path / "summary.json", tmp_path / "card.html"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT))
     with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
         command = [*RUN, "--summary", str(summary), "--html", str(page), "--", *torchrun]
-        running = subprocess.Popen(command, stdout=stdout, stderr=stderr)
+        variables = {"JOB_FOLDER": str(tmp_path), "SLOW_RANK": "1"}
+        running = subprocess.Popen(command, env=os.environ | variables, stdout=stdout, stderr=stderr)
 
     def told() -> str:
         return (tmp_path / "stderr").read_text()
 
     try:
-        line = f"slow_rank.py:{slow_line()} (slow_augmentation"
+        line = f"plain_ddp.py:{slow_line('one rank')} (slow_augmentation"
         wait_until(lambda: f"rank 1 is slow because of {line}" in told(), told)
         end.touch()
         assert running.wait(PATIENCE_SECONDS) == 0, told()
@@ -53,7 +51,7 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
     shown = re.search(r"```text\n(job .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown is not None and shapes(shown[1]) <= shapes(told()), told()
     assert f"verdict rank 1 is slow because of {line}" in card
-    assert f"look at slow_rank.py:{slow_line()}" in card
+    assert f"look at plain_ddp.py:{slow_line('one rank')}" in card
     assert "slow_augmentation" in page.read_text()
     written = json.loads(summary.read_text())
     (job,) = written["jobs"]

@@ -171,7 +171,7 @@ def test_a_real_job_shows_its_phases_and_sleeping_line(source: StacksCollector) 
             return {"forward", "backward"} <= phases.keys() and len(places) >= 2
 
         wait_until(seen_enough)
-        forward = next(place for place in places if place.frame.file.endswith("small_ddp.py"))
+        forward = next(place for place in places if place.frame.file.endswith("plain_ddp.py"))
         assert forward.frame.function.endswith("forward")
         assert forward.phase == "forward"
         assert forward.own > 0

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from rankscope.analysis.replay.changes import CHANGES
@@ -16,8 +12,8 @@ from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import Trace
 from rankscope.analysis.verdicts.verdict import Kind
 from tests.support.measuring import Measured
+from tools.jobs.launcher import start_ranks
 
-SCRIPT = Path(__file__).parent / "jobs" / "profiled_ddp.py"
 RANKS, STEPS, SLOW_RANK = 4, 6, 2
 SLEEP_SECONDS = 1.0  # long against what delays the others, in a machine that pauses too
 
@@ -30,21 +26,9 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Trac
     folder = tmp_path_factory.mktemp("joined")
     for name in ("healthy", "slow"):
         (folder / name).mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(RANKS), str(folder), str(SLOW_RANK), str(SLEEP_SECONDS)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors.decode(errors="replace")[-2000:]
-    finally:
-        for process in ranks:
-            process.kill()
+    words = [str(folder), str(SLOW_RANK), str(SLEEP_SECONDS)]
+    with start_ranks("profiled_ddp.py", words, folder, RANKS, {"OMP_NUM_THREADS": "1"}) as ranks:
+        ranks.wait_until_ended(240)
     return {
         name: {rank: read_trace((folder / name / f"rank{rank}.json").read_bytes()) for rank in range(RANKS)}
         for name in ("healthy", "slow")

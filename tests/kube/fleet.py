@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from tests.free_ports import free_port
+from tests.integration.small_job import SCRIPT
 from tests.kube.api_server import ApiServer
 from tests.namespaces import missing_for_nodes
 from tests.support.waiting import wait_until
 
 DAEMON_LABELS = {"app.kubernetes.io/part-of": "rankscope", "app.kubernetes.io/component": "daemon"}
 OPERATOR_NAMESPACE = "rankscope"
-JOB_SCRIPT = Path(__file__).parents[1] / "integration" / "jobs" / "capture_ddp.py"
 MAIN = (sys.executable, "-m", "rankscope.cli.main")
 
 
@@ -134,7 +134,7 @@ class TrainingPod:
         with log.open("ab") as output:
             self.processes.append(
                 subprocess.Popen(
-                    self.node.inside("bash", "-c", enter, "bash", *(command or (sys.executable, str(JOB_SCRIPT)))),
+                    self.node.inside("bash", "-c", enter, "bash", *(command or (sys.executable, str(SCRIPT)))),
                     env={**os.environ, **environment},
                     stdout=output,
                     stderr=output,

@@ -42,6 +42,7 @@ from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.free_ports import free_port
 from tests.integration.daemon_process import Serving
 from tests.integration.probe_running import PROBE_PATH
+from tests.integration.small_job import SCRIPT
 from tests.machine_pauses import MachinePauses
 from tests.namespaces import missing_for_nodes
 from tests.support.processes import children, family_cpu_seconds
@@ -70,7 +71,6 @@ MOST_BUDGET_RATIO = 1.5
 
 PATIENCE_SECONDS = 240.0
 NODE = "bystander"
-_SCRIPT = Path(__file__).parents[1] / "integration" / "jobs" / "capture_ddp.py"
 _ANNOUNCED = re.compile(
     r"^rankscope daemon: metrics (http://\S+/metrics), grpc unix:([^\s,]+), grpc 127\.0\.0\.1:(\d+)", re.M
 )
@@ -125,7 +125,7 @@ class Node:
             self.older = [subprocess.Popen([*_AS_NOBODY, "sh"], stdin=subprocess.PIPE) for _ in RANKS]
             self.ranks = [
                 subprocess.Popen(
-                    [*_PRIORITY, *self.enter, sys.executable, str(_SCRIPT)],
+                    [*_PRIORITY, *self.enter, sys.executable, str(SCRIPT)],
                     env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=log,
                     stderr=log,

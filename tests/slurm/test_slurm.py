@@ -18,10 +18,10 @@ from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from tests.free_ports import free_port
 from tests.integration.daemon_process import MAIN, serving
+from tests.integration.small_job import SCRIPT
 from tests.slurm.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.support.waiting import wait_until
 
-JOBS = Path(__file__).parent / "jobs"
 PROLOG = Path(__file__).parents[2] / "deploy" / "slurm" / "task_prolog.sh"
 NODES = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}  # by rank
 SLOW_RANK = 2
@@ -44,7 +44,7 @@ class Training:
 
     def submit(self) -> None:
         output = f"--output={self.folder / 'job.log'}"
-        self.id = self.cluster.command("sbatch", "--parsable", output, str(JOBS / "train.sbatch"))
+        self.id = self.cluster.command("sbatch", "--parsable", output, str(Path(__file__).parent / "train.sbatch"))
 
     def requeue(self) -> None:
         """As after a fault: the job is cancelled, and returns to the queue under its number."""
@@ -135,7 +135,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
         api = stack.enter_context(correlator(folder / "correlator", cluster, daemon_port))
         cluster.environment |= {
             "PYTHON": sys.executable,
-            "JOB_SCRIPT": str(JOBS / "train.py"),
+            "JOB_SCRIPT": str(SCRIPT),
             "JOB_FOLDER": str(folder),
             "SLOW_RANK": str(SLOW_RANK),
             "MASTER_PORT": str(free_port()),

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.aftermath import Bench, Course, Window, summary
-from benchmarks.gpu.alternation import is_on
 from benchmarks.gpu.capturing import Captured, during_millis
 from benchmarks.gpu.comparing import QUANTITIES, Load, compare, compare_moving_clock, integral
-from benchmarks.gpu.jobs import Steps, TrainingJob
+from benchmarks.gpu.jobs import TrainingJob
 from benchmarks.gpu.lab import LabJob
 from benchmarks.gpu.observing import Observed, Scrape, Smi
 from benchmarks.gpu.overhead import block_medians
 from benchmarks.gpu.reporting import Report
-from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.unpacking import misfit
 from benchmarks.gpu.verdict_rows import Cell, Facts, Row, Said, _slowdown_in_turns, judge
 from benchmarks.gpu.verdicts import chosen
 from rankscope.v1 import job_service_pb2, window_pb2
+from tools.jobs.alternation import is_on
+from tools.jobs.launcher import Steps
+from tools.jobs.shapes import SHAPES
 
 GPU = 'gpu="GPU-1",node="n"'
 QUANTITY = {one.name: one for one in QUANTITIES}
@@ -125,7 +126,7 @@ def test_the_captured_steps_are_found_in_the_jobs_own_record(tmp_path: Path) -> 
         millis = 12.0 if number in (3, 4, 5) else 10.0
         lines.append(f"{round(end * 1e9)} {round((end + 0.02) * 1e9)} {millis}\n")
     (tmp_path / "steps-0").write_text("".join(lines))
-    job = TrainingJob((), tmp_path, "run", SHAPES["small"])
+    job = TrainingJob((), tmp_path, shape=SHAPES["small"])
     entry = {"rank": 0, "start_unix_ms": round(ends[2] * 1e3), "steps": 3, "summary": {"span_seconds": 0.03}}
     one = Captured((), 0, {"ranks": [entry]}, "", 0.0, 0.0)
     assert np.allclose(during_millis(job, one), 12.0)
@@ -213,7 +214,7 @@ def said(
     return Said(at, job_service_pb2.JobStatus(verdict=verdict, step_seconds=step_ms / 1e3, ranks=ranks))
 
 
-SLOW_LINE = [window_pb2.FrameShare(function="slow_host", file="verdict_job.py", line=9)]
+SLOW_LINE = [window_pb2.FrameShare(function="slow_host", file="framework_job.py", line=9)]
 
 
 def test_a_right_alarm_in_time_meets_every_target() -> None:

@@ -13,24 +13,19 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from parts import BATCH, Model, TokenDataset, endless, loss_of, progress, set_up, set_up_torch
+from cpu_frameworks import SleepingSetup, progress
+from frameworks import loss_of
+from parts import set_up, set_up_torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader, DistributedSampler
 
 # What the server takes for one update.
 UPDATE_SECONDS = 0.002
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def batches() -> DataLoader:
-    dataset = TokenDataset()
-    sampler = DistributedSampler(dataset, num_replicas=WORLD_SIZE - 1, rank=RANK - 1)
-    return DataLoader(dataset, batch_size=BATCH, sampler=sampler, drop_last=True)
-
-
 class Server:
     def __init__(self) -> None:
-        self.model = Model()
+        self.model = SleepingSetup().network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.weights = list(self.model.parameters())
         self._lock = threading.Lock()
@@ -44,7 +39,7 @@ class Server:
             time.sleep(UPDATE_SECONDS)
             time.sleep(progress.delay("server"))  # FAULT server
             self.optimizer.step()
-            progress.next_step()
+            progress.step_ended()
             return parameters_to_vector(self.weights).detach()
 
 
@@ -57,17 +52,18 @@ def serve_messages() -> None:
 
 
 def work(exchange: Callable[[torch.Tensor], torch.Tensor], own_optimizer: bool) -> None:
-    model = Model()
+    setup = SleepingSetup()
+    model = setup.network()
     weights = list(model.parameters())
     optimizer = torch.optim.SGD(weights, lr=0.01) if own_optimizer else None
-    for tokens, targets in endless(batches()):
+    for batch in setup.batches():
         model.zero_grad()
-        loss_of(model(tokens), targets).backward()
+        loss_of(model(batch)).backward()
         gradients = torch.cat([weight.grad.flatten() for weight in weights])
         if optimizer is not None:
             optimizer.step()
         vector_to_parameters(exchange(gradients), weights)
-        progress.next_step()
+        progress.step_ended()
 
 
 def exchange_messages(gradients: torch.Tensor) -> torch.Tensor:
@@ -79,12 +75,12 @@ def exchange_messages(gradients: torch.Tensor) -> torch.Tensor:
 
 def main(how: str, own_optimizer: bool) -> None:
     if how == "messages":
-        set_up()
+        set_up(cpu=True)
         serve_messages() if RANK == 0 else work(exchange_messages, own_optimizer)
         return
     from torch.distributed import rpc
 
-    set_up_torch()
+    set_up_torch(cpu=True)
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=600, init_method="env://")
     rpc.init_rpc(f"rank{RANK}", rank=RANK, world_size=WORLD_SIZE, rpc_backend_options=options)
     if RANK == 0:

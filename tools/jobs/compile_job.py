@@ -7,7 +7,6 @@ Trains for a few steps, with a batch of another size among them so that somethin
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from frameworks import Layer, default_compiler, loss_of, optimizer_of
+from parts import set_up, write_fact
 from torch import nn
 from torch._dynamo import utils
 from torch.nn.parallel import DistributedDataParallel
@@ -85,14 +85,8 @@ def main() -> None:
     parser.add_argument("--compiler", default=default_compiler())
     parser.add_argument("--cpu", action="store_true")
     asked = parser.parse_args()
-    device = "cpu" if asked.cpu else "cuda"
-    if asked.cpu:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(0)
     utils.set_compilation_metrics_limit(METRICS_AT_MOST)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo" if asked.cpu else "nccl")
+    device = set_up(asked.cpu).type
     layers = nn.Sequential(*(Layer(asked.width) for _ in range(2))).to(device)
     model = MODELS[asked.model](layers, asked.compiler, device)
     optimizer = optimizer_of(model)
@@ -104,7 +98,7 @@ def main() -> None:
         step()
     if not asked.cpu:
         torch.cuda.synchronize()
-    (asked.folder / f"counts-{os.environ['RANK']}.json").write_text(json.dumps(counts()))
+    write_fact(asked.folder / f"counts-{os.environ['RANK']}.json", counts())
     os._exit(0)
 
 

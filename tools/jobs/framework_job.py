@@ -1,6 +1,6 @@
 """One rank of a training job that becomes slow at a known time: no Rankscope and no profiler in it.
 
-    python3 verdict_job.py --framework fsdp2 --fault gpu --folder FOLDER [--rank 2] [--milliseconds 60]
+    python3 framework_job.py --framework fsdp2 --fault gpu --folder FOLDER [--rank 2] [--milliseconds 60]
 
 The loop never synchronises by itself: on a GPU the host runs ahead of the device as far as the framework lets it.
 Faults of one rank are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) or after
@@ -9,13 +9,12 @@ steps: of ten faults in every tenth step (`tenth`), of 3 s in every hundredth (`
 in a twentieth of the steps, on another rank each time (`moving`), and of 1 s in every fiftieth step on all ranks
 (`together`), and kernels on all ranks that last up to twice as long as that of `gpu`, drawn for each step and rank
 (`uneven`). They begin `--start-after` seconds after the first step. `--alternate-after` seconds later, steps with the
-fault and without it take turns. FOLDER/steps-RANK grows by a line a step (`job.Stopwatch`), FOLDER/fault.json says when
-the fault began, FOLDER/blocks.json which steps took turns, FOLDER/summary-RANK.json how it ended."""
+fault and without it take turns. FOLDER/steps-RANK grows by a line a step (`parts.Stopwatch`), FOLDER/fault.json says
+when the fault began, FOLDER/blocks.json which steps took turns, FOLDER/summary-RANK.json how it ended."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import random
@@ -23,16 +22,14 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from alternation import Alternation, is_on
-from frameworks import FRAMEWORKS, default_compiler
-from job import Stopwatch
-from torch.utils.data import DataLoader, Dataset
+from frameworks import FRAMEWORKS, Setup, default_compiler
+from parts import Stopwatch, set_up, write_fact
+from torch.utils.data import Dataset
 
 FAULTS = ("none", "host", "gpu", "tail", "input", "tenth", "hundredth", "moving", "together", "uneven")
 # Steps from one sleep to the next, and its length: of so many steps with the usual fault, or in seconds.
@@ -86,7 +83,7 @@ class Fault:
     def tell_blocks(self) -> None:
         if self._first_steps:
             began = self._starts_at.item() + self._alternate_after
-            _write(self._folder / "blocks.json", {"unix_seconds": began, "first_steps": self._first_steps})
+            write_fact(self._folder / "blocks.json", {"unix_seconds": began, "first_steps": self._first_steps})
 
     def in_forward(self) -> None:
         if self.kind == "host" and self._is_on():
@@ -143,7 +140,7 @@ class Fault:
             self._seconds = self._ratio * statistics.median(float(line.split()[2]) for line in lines) / 1e3
         fact = {"unix_seconds": time.time(), "milliseconds": self._seconds * 1e3, "kind": self.kind}
         if not (self._folder / "fault.json").exists():
-            _write(self._folder / "fault.json", fact)
+            write_fact(self._folder / "fault.json", fact)
 
 
 def slow_host(seconds: float) -> None:
@@ -246,7 +243,7 @@ class Course:
         watchdog.daemon = True
         watchdog.start()
         fact = {"pid": os.getpid(), "first_step_unix_seconds": now, "torch": torch.__version__}
-        _write(self._asked.folder / f"info-{self._rank}.json", fact)
+        write_fact(self._asked.folder / f"info-{self._rank}.json", fact)
 
     def _leave(self) -> None:
         assert self._watch is not None
@@ -255,44 +252,14 @@ class Course:
         self._watch.tell()
         self._watch.close()
         self._fault.tell_blocks()
-        _write(self._asked.folder / f"summary-{self._rank}.json", {"steps": self._steps, "unix_seconds": time.time()})
+        write_fact(
+            self._asked.folder / f"summary-{self._rank}.json", {"steps": self._steps, "unix_seconds": time.time()}
+        )
         # NCCL's threads of this process may still be sending what the last collective of another rank waits for.
         give_up_at = time.monotonic() + LEAVING_SECONDS
         while len(list(self._asked.folder.glob("summary-*.json"))) < self._world and time.monotonic() < give_up_at:
             time.sleep(HOLD_SECONDS / 10)
         os._exit(0)
-
-
-class Setup:
-    """What a framework's loop needs: where to train, on what, and whom to tell about steps."""
-
-    def __init__(self, asked: argparse.Namespace) -> None:
-        self.asked = asked
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device("cpu" if asked.cpu else "cuda:0")
-        self.fault = Fault(asked, self.rank)
-        self.course = Course(asked, self.rank, self.world, self.fault)
-        self.samples = Samples(asked, self.fault)
-
-    def batches(self) -> Iterator[torch.Tensor]:
-        """Without an end; on the device."""
-        # From memory that is not pinned, a copy may wait for the device.
-        loader = DataLoader(
-            self.samples,
-            batch_size=self.asked.batch,
-            num_workers=self.asked.workers,
-            pin_memory=not self.asked.cpu,
-            drop_last=True,
-        )
-        while True:
-            for batch in loader:
-                yield batch.to(self.device, non_blocking=True)
-
-
-def _write(path: Path, fact: dict[str, Any]) -> None:
-    mine = path.with_suffix(f".{os.getpid()}")
-    mine.write_text(json.dumps(fact))
-    mine.replace(path)
 
 
 def main() -> None:
@@ -318,13 +285,11 @@ def main() -> None:
     )
     parser.add_argument("--cpu", action="store_true")
     asked = parser.parse_args()
-    if asked.cpu:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(0)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo" if asked.cpu else "nccl")
-    FRAMEWORKS[asked.framework](Setup(asked))
+    device = set_up(asked.cpu)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    fault = Fault(asked, rank)
+    course = Course(asked, rank, world, fault)
+    FRAMEWORKS[asked.framework](Setup(asked, device, fault, course, Samples(asked, fault)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A DDP job over gloo whose every rank profiles itself twice, healthy and with a slow rank: rank, world size, folder,
-slow rank, its sleep. The traces are in the folders `healthy` and `slow`."""
+"""A DDP job whose every rank profiles itself twice, healthy and with a slow rank: FOLDER, slow rank, its sleep. The
+traces are in FOLDER/healthy and FOLDER/slow."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import time
 
 import torch
 import torch.distributed as dist
+from parts import set_up
 from torch.profiler import ProfilerActivity, profile, schedule
 
 WARM_UP, PROFILED = 2, 6
 
 
 def main() -> None:
-    rank, world, folder, slow, seconds = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    folder, slow, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    set_up(cpu=True)
+    rank = dist.get_rank()
     layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for name, sleep_seconds in (("healthy", 0.0), ("slow", float(seconds) if rank == slow else 0.0)):
+    for name, sleep_seconds in (("healthy", 0.0), ("slow", seconds if rank == slow else 0.0)):
         profiler = profile(
             activities=[ProfilerActivity.CPU],
             schedule=schedule(wait=0, warmup=WARM_UP, active=PROFILED),

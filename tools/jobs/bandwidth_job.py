@@ -7,7 +7,6 @@ Each function has its own part of the time. FOLDER/bandwidth-RANK.json has the s
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parts import set_up, write_fact
 
 IN_A_ROW = 4
 
@@ -25,8 +25,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32, help="of the whole array")
     parser.add_argument("--seconds", type=float, default=12.0, help="for each function")
     asked = parser.parse_args()
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
+    set_up(cpu=False)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     whole = torch.ones(asked.megabytes << 18, device="cuda")
     part = torch.ones(len(whole) // world, device="cuda")
@@ -40,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     flag = torch.zeros(1, device="cuda")
     seconds: dict[str, float] = {}
-    asked.folder.joinpath(f"info-{rank}.json").write_text("{}")
+    write_fact(asked.folder / f"info-{rank}.json", {})
     for name, call in functions.items():
         ends_at, told = time.monotonic() + asked.seconds, []
         while True:
@@ -58,7 +57,7 @@ def main() -> None:
             end.synchronize()
             told.append(begin.elapsed_time(end) / 1e3 / IN_A_ROW)
         seconds[name] = statistics.median(told)
-    asked.folder.joinpath(f"bandwidth-{rank}.json").write_text(json.dumps(seconds))
+    write_fact(asked.folder / f"bandwidth-{rank}.json", seconds)
     dist.destroy_process_group()
 
 

@@ -9,7 +9,6 @@ of each variant in --traced."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -20,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from frameworks import captured, fully_sharded, hugging_face, network
+from frameworks import Network, Setup, captured, fully_sharded, hugging_face, no_fault
+from parts import Block, set_up, set_up_torch, write_fact
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from training import Block
 
 # layers, width, sequence, batch
 SHAPES = {"small": (12, 256, 128, 8), "medium": (6, 768, 256, 16), "large": (8, 1536, 512, 8), "tiny": (2, 64, 16, 2)}
@@ -134,10 +133,8 @@ def transformer_step(asked: argparse.Namespace, remedies: set[str], device: torc
 
 
 def distributed_step(asked: argparse.Namespace, remedies: set[str], device: torch.device) -> Callable[[], None]:
-    shape = SimpleNamespace(width=asked.width, layers=4)
-    setup = SimpleNamespace(asked=shape, device=device, fault=SimpleNamespace(in_forward=lambda: None))
     megabytes = number_in(remedies, "bucket", 25)
-    plain = network(setup)
+    plain = Network(asked.width, 4).to(device)
     model: nn.Module = plain
     if asked.kind == "fsdp2":
         model = fully_sharded(plain)
@@ -197,24 +194,18 @@ class TrainerSteps:
                 self._profiler.stop()
                 self._profiler.export_chrome_trace(str(self._asked.folder / f"base-{self._rank}.json.gz"))
                 told = {"milliseconds": {"base": self._millis}}
-                self._asked.folder.joinpath(f"remedies-{self._rank}.json").write_text(json.dumps(told))
+                write_fact(self._asked.folder / f"remedies-{self._rank}.json", told)
                 dist.barrier()
                 os._exit(0)
 
 
 def train_with_hugging_face(asked: argparse.Namespace, rank: int, device: torch.device) -> None:
-    shape = SimpleNamespace(
+    shape = argparse.Namespace(
         width=asked.width, layers=4, batch=64, workers=0, folder=asked.folder, cpu=device.type == "cpu"
     )
-    hugging_face(
-        SimpleNamespace(
-            asked=shape,
-            device=device,
-            fault=SimpleNamespace(in_forward=lambda: None),
-            course=TrainerSteps(asked, rank, device),
-            samples=torch.randn(4096, asked.width),
-        )
-    )
+    fault = SimpleNamespace(in_forward=no_fault)
+    samples = torch.randn(4096, asked.width)
+    hugging_face(Setup(shape, device, fault, TrainerSteps(asked, rank, device), samples))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -279,13 +270,8 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="traces with memory")
     parser.add_argument("--cpu", action="store_true")
     asked = parser.parse_args()
-    device = torch.device("cpu" if asked.cpu else "cuda:0")
     rank = int(os.environ.get("RANK", "0"))
-    if asked.cpu:
-        torch.set_num_threads(1)
-    if asked.kind != "transformer":
-        dist.init_process_group("gloo" if asked.cpu else "nccl")
-    torch.manual_seed(0)
+    device = set_up_torch(asked.cpu) if asked.kind == "transformer" else set_up(asked.cpu)
     if asked.kind == "hf":
         train_with_hugging_face(asked, rank, device)
     make = transformer_step if asked.kind == "transformer" else distributed_step
@@ -298,7 +284,7 @@ def main() -> None:
         steps[name] = make(asked, set(name.split("+")), device)
         timed(steps[name], WARM_UP_STEPS, device)
         memory[name] = 0 if asked.cpu else torch.cuda.max_memory_allocated() - before
-    asked.folder.joinpath(f"info-{rank}.json").write_text("{}")
+    write_fact(asked.folder / f"info-{rank}.json", {})
     turns: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(asked.rounds):
         for name, step in steps.items():
@@ -311,7 +297,7 @@ def main() -> None:
         "turns": turns,
         "peak_bytes": memory,
     }
-    asked.folder.joinpath(f"remedies-{rank}.json").write_text(json.dumps(told))
+    write_fact(asked.folder / f"remedies-{rank}.json", told)
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)  # workers of data loaders, and graphs, would take their time

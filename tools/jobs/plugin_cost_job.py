@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from alternation import is_on
-from frameworks import fully_sharded, loss_of, network
+from frameworks import Network, fully_sharded, loss_of
+from parts import set_up, write_fact
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.probe import nccl_layout
@@ -99,13 +98,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a block")
     parser.add_argument("--width", type=int, default=1024)
     asked = parser.parse_args()
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
+    device = set_up(cpu=False)
     rank = int(os.environ["RANK"])
-    device = torch.device("cuda:0")
-    shape = SimpleNamespace(width=asked.width, layers=4)
-    setup = SimpleNamespace(asked=shape, device=device, fault=SimpleNamespace(in_forward=lambda: None))
-    step = KINDS[asked.kind](network(setup), torch.randn(32, asked.width, device=device))
+    step = KINDS[asked.kind](Network(asked.width, 4).to(device), torch.randn(32, asked.width, device=device))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -120,7 +115,7 @@ def main() -> None:
             step()  # NCCL hears of it with the next operation
             torch.cuda.synchronize()
             steps[wanted] = captured(step).replay
-    asked.folder.joinpath(f"info-{rank}.json").write_text("{}")
+    write_fact(asked.folder / f"info-{rank}.json", {})
     millis: dict[bool, list[float]] = {True: [], False: []}
     recorded = {True: 0, False: 0}
     for block in range(2 * asked.pairs):
@@ -138,7 +133,7 @@ def main() -> None:
         millis[wanted].append(begin.elapsed_time(end) / asked.steps)
         recorded[wanted] += events.recorded - before
     told = {"on": millis[True], "off": millis[False], "recorded": recorded[True], "recorded_off": recorded[False]}
-    asked.folder.joinpath(f"cost-{rank}.json").write_text(json.dumps(told))
+    write_fact(asked.folder / f"cost-{rank}.json", told)
     # Graphs with collectives must be gone before their communicators are.
     steps.clear()
     gc.collect()

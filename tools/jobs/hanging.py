@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parts import set_up
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -178,10 +179,8 @@ def end_by_itself(*_: object) -> None:
 
 def main() -> None:
     end_by_itself()
-    torch.set_num_threads(1)
     rendezvous = f"file://{FOLDER / 'rendezvous'}"
-    backend = "gloo" if ASKED.cpu else "nccl"
-    dist.init_process_group(backend, rendezvous, timedelta(hours=1), rank=RANK, world_size=WORLD_SIZE)
+    set_up(ASKED.cpu, init_method=rendezvous, timeout=timedelta(hours=1), rank=RANK, world_size=WORLD_SIZE)
     own_model = Model().to(DEVICE)
     if CAUSE == "killed" and IS_LAST:
         keep_sockets_open()

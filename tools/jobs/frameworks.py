@@ -1,10 +1,13 @@
-"""The training loops of `verdict_job.py`, each as users of the framework write it. A loop never returns."""
+"""The training loops of `framework_job.py` and `cpu_frameworks.py`, each as users of the framework write it. A loop
+never returns."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, Dataset
 
 ACCUMULATED = 4
 MICROBATCHES = 4
@@ -30,11 +34,15 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+def no_fault() -> None:
+    pass
+
+
 class Network(nn.Module):
-    def __init__(self, setup: Any) -> None:
+    def __init__(self, width: int, layers: int, slow_down: Callable[[], None] = no_fault) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(setup.asked.width) for _ in range(setup.asked.layers)])
-        self._slow_down = setup.fault.in_forward
+        self.layers = nn.ModuleList([Layer(width) for _ in range(layers)])
+        self._slow_down = slow_down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._slow_down()
@@ -43,8 +51,29 @@ class Network(nn.Module):
         return x
 
 
-def network(setup: Any) -> Network:
-    return Network(setup).to(setup.device)
+class Setup:
+    """What a loop needs: where to train, on what, what slows it down, and whom to tell about steps."""
+
+    def __init__(self, asked: argparse.Namespace, device: torch.device, fault: Any, course: Any, samples: Any) -> None:
+        self.asked, self.device, self.fault, self.course, self.samples = asked, device, fault, course, samples
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def network(self, calls_a_step: int = 1) -> Network:
+        return Network(self.asked.width, self.asked.layers, self.fault.in_forward).to(self.device)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Without an end; on the device."""
+        # From memory that is not pinned, a copy may wait for the device.
+        loader = DataLoader(
+            self.samples,
+            batch_size=self.asked.batch,
+            num_workers=self.asked.workers,
+            pin_memory=not self.asked.cpu,
+            drop_last=True,
+        )
+        while True:
+            for batch in loader:
+                yield batch.to(self.device, non_blocking=True)
 
 
 def optimizer_of(model: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
@@ -55,7 +84,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def loop(setup: Any, model: nn.Module, foreach: bool | None = None) -> None:
+def loop(setup: Setup, model: nn.Module, foreach: bool | None = None) -> None:
     """The plain loop, for every model that hides its communication in forward and backward."""
     optimizer = optimizer_of(model, foreach)
     for batch in setup.batches():
@@ -66,13 +95,13 @@ def loop(setup: Any, model: nn.Module, foreach: bool | None = None) -> None:
         setup.course.step_ended()
 
 
-def ddp(setup: Any) -> None:
-    loop(setup, DistributedDataParallel(network(setup)))
+def ddp(setup: Setup) -> None:
+    loop(setup, DistributedDataParallel(setup.network()))
 
 
-def ddp_no_sync(setup: Any) -> None:
+def ddp_no_sync(setup: Setup) -> None:
     """Gradients of several batches are summed before they are exchanged."""
-    model = DistributedDataParallel(network(setup))
+    model = DistributedDataParallel(setup.network(ACCUMULATED))
     optimizer = optimizer_of(model)
     batches = setup.batches()
     while True:
@@ -85,10 +114,10 @@ def ddp_no_sync(setup: Any) -> None:
         setup.course.step_ended()
 
 
-def amp(setup: Any) -> None:
+def amp(setup: Setup) -> None:
     """With a scale so large that the first steps overflow and are skipped."""
     kind = setup.device.type
-    model = DistributedDataParallel(network(setup))
+    model = DistributedDataParallel(setup.network())
     optimizer = optimizer_of(model)
     scaler = torch.amp.GradScaler(kind, init_scale=2.0**40, growth_interval=200)
     dtype = torch.float16 if kind == "cuda" else torch.bfloat16
@@ -111,41 +140,48 @@ def fully_sharded(model: Network, mesh: Any = None) -> Network:
     return model
 
 
-def fsdp2(setup: Any) -> None:
-    loop(setup, fully_sharded(network(setup)))
+def fsdp2(setup: Setup) -> None:
+    # Where the machine has a GPU, CPUs are not the default.
+    mesh = dist.init_device_mesh(setup.device.type, (setup.world,))
+    loop(setup, fully_sharded(setup.network(), mesh))
 
 
-def hsdp(setup: Any) -> None:
+def hsdp(setup: Setup) -> None:
     mesh = dist.init_device_mesh(setup.device.type, (2, setup.world // 2), mesh_dim_names=("replicate", "shard"))
-    loop(setup, fully_sharded(network(setup), mesh))
+    loop(setup, fully_sharded(setup.network(), mesh))
 
 
-def fsdp1(setup: Any) -> None:
+def fsdp1(setup: Setup) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy({Layer})
     model = FullyShardedDataParallel(
-        network(setup), auto_wrap_policy=policy, device_id=setup.device, use_orig_params=True
+        setup.network(), auto_wrap_policy=policy, device_id=setup.device, use_orig_params=True
     )
     loop(setup, model)
 
 
-def tensor_parallel(setup: Any) -> None:
+def tensor_sharded(setup: Setup) -> Network:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = dist.init_device_mesh(setup.device.type, (setup.world,), mesh_dim_names=("tensor",))
-    model = network(setup)
+    model = setup.network()
     for layer in model.layers:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    loop(setup, model, foreach=False)  # layers and norms are DTensors and plain tensors, which foreach does not mix
+    return model
 
 
-def pipeline(setup: Any) -> None:
+def tensor_parallel(setup: Setup) -> None:
+    # Layers and norms are DTensors and plain tensors, which foreach does not mix.
+    loop(setup, tensor_sharded(setup), foreach=False)
+
+
+def pipeline(setup: Setup) -> None:
     """A stage for each rank, a layer or more for each stage."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    stage_model = network(setup)
+    stage_model = setup.network()
     optimizer = optimizer_of(stage_model)
     stage = PipelineStage(stage_model, setup.rank, setup.world, setup.device)
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=lambda output, target: (output - target).square().mean())
@@ -157,9 +193,9 @@ def pipeline(setup: Any) -> None:
         setup.course.step_ended()
 
 
-def hand(setup: Any) -> None:
+def hand(setup: Setup, model: nn.Module | None = None) -> None:
     """All gradients in one buffer, reduced by one call."""
-    model = network(setup)
+    model = setup.network() if model is None else model
     parameters = list(model.parameters())
     flat = torch.zeros(sum(one.numel() for one in parameters), device=setup.device)
     views = flat.split([one.numel() for one in parameters])
@@ -175,9 +211,9 @@ def hand(setup: Any) -> None:
         setup.course.step_ended()
 
 
-def cuda_graph(setup: Any) -> None:
+def cuda_graph(setup: Setup) -> None:
     """The whole step is a graph: forward, backward, the collectives and the optimizer."""
-    model = network(setup)
+    model = setup.network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=setup.device.type == "cuda")
     inputs = torch.zeros(setup.asked.batch, setup.asked.width, device=setup.device)
     parameters = list(model.parameters())
@@ -224,34 +260,34 @@ def default_compiler() -> str:
     return "inductor" if has_headers and any(map(shutil.which, ("cc", "gcc", "clang"))) else "aot_eager"
 
 
-def compiled_layers(setup: Any) -> Network:
+def compiled_layers(setup: Setup) -> Network:
     """What slows it down stays outside of what is compiled."""
-    model = network(setup)
+    model = setup.network()
     for layer in model.layers:
         layer.compile(backend=setup.asked.compiler)
     return model
 
 
-def compiled_ddp(setup: Any) -> None:
+def compiled_ddp(setup: Setup) -> None:
     loop(setup, DistributedDataParallel(compiled_layers(setup)))
 
 
-def compiled_fsdp2(setup: Any) -> None:
+def compiled_fsdp2(setup: Setup) -> None:
     loop(setup, fully_sharded(compiled_layers(setup)))
 
 
 class WithLoss(nn.Module):
     """A model that returns its loss, as Hugging Face's trainer expects."""
 
-    def __init__(self, setup: Any) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self.network = network(setup)
+        self.network = setup.network()
 
     def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": loss_of(self.network(inputs))}
 
 
-class Named(torch.utils.data.Dataset[Any]):
+class Named(Dataset[Any]):
     """The samples by name, as that trainer's collator wants them."""
 
     def __init__(self, samples: Any) -> None:
@@ -264,7 +300,7 @@ class Named(torch.utils.data.Dataset[Any]):
         return {"inputs": self._samples[index]}
 
 
-def hugging_face(setup: Any) -> None:
+def hugging_face(setup: Setup) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Steps(TrainerCallback):
@@ -282,16 +318,16 @@ def hugging_face(setup: Any) -> None:
         report_to=[],
         disable_tqdm=True,
         use_cpu=setup.asked.cpu,
+        ddp_backend="gloo" if setup.asked.cpu else None,
     )
     Trainer(WithLoss(setup), arguments, train_dataset=Named(setup.samples), callbacks=[Steps()]).train()
 
 
-def accelerate(setup: Any) -> None:
+def accelerate(setup: Setup) -> None:
     from accelerate import Accelerator
-    from torch.utils.data import DataLoader
 
     accelerator = Accelerator(cpu=setup.asked.cpu)
-    model = network(setup)
+    model = setup.network()
     loader = DataLoader(setup.samples, batch_size=setup.asked.batch, num_workers=setup.asked.workers, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
     while True:
@@ -302,14 +338,13 @@ def accelerate(setup: Any) -> None:
             setup.course.step_ended()
 
 
-def lightning(setup: Any) -> None:
+def lightning(setup: Setup) -> None:
     import pytorch_lightning
-    from torch.utils.data import DataLoader
 
     class Module(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = network(setup)
+            self.network = setup.network()
 
         def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
             return loss_of(self.network(batch))
@@ -320,10 +355,11 @@ def lightning(setup: Any) -> None:
         def on_train_batch_end(self, *_: object) -> None:
             setup.course.step_ended()
 
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu" if setup.asked.cpu else "gpu",
-        devices=1,
-        num_nodes=setup.world,
+        devices=devices,
+        num_nodes=setup.world // devices,
         strategy="ddp",
         max_epochs=-1,
         logger=False,
@@ -336,20 +372,29 @@ def lightning(setup: Any) -> None:
     trainer.fit(Module(), loader)
 
 
-def local_sgd(setup: Any) -> None:
-    """Ranks train by themselves, and take the mean of their weights after every so many steps."""
-    model = network(setup)
+def local_sgd(setup: Setup, local_steps: int = LOCAL_STEPS, is_diloco: bool = False) -> None:
+    """Ranks train by themselves, and take the mean of their weights after every so many steps. With DiLoCo, an outer
+    optimizer takes what the weights have moved by for a gradient."""
+    model = setup.network()
     optimizer = optimizer_of(model)
     weights = list(model.parameters())
+    if is_diloco:
+        shared = nn.Parameter(parameters_to_vector(weights).detach())
+        outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
     for number, batch in enumerate(setup.batches(), 1):
         optimizer.zero_grad()
         loss_of(model(batch)).backward()
         setup.fault.before_optimizer()
         optimizer.step()
-        if number % LOCAL_STEPS == 0:
+        if number % local_steps == 0:
             mean = parameters_to_vector(weights).detach()
             dist.all_reduce(mean)
-            vector_to_parameters(mean / setup.world, weights)
+            mean /= setup.world
+            if is_diloco:
+                shared.grad = shared.detach() - mean
+                outer.step()
+                mean = shared.detach()
+            vector_to_parameters(mean, weights)
         setup.course.step_ended()
 
 
@@ -379,7 +424,7 @@ class ExpertLayer(nn.Module):
         return x + AllToAll.apply(routed)
 
 
-def experts(setup: Any) -> None:
+def experts(setup: Setup) -> None:
     """A mixture of experts, one for each rank: ranks meet in every layer, and gradients of experts are not shared."""
     width = setup.asked.width
     model = nn.Sequential(*(ExpertLayer(width) for _ in range(EXPERT_LAYERS))).to(setup.device)
