@@ -25,45 +25,16 @@ from rankscope.probe import ring_layout
 SEALS_NEEDED = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW
 TORN_READ_RETRIES = 3
 
-RECORD_DTYPE = np.dtype(
-    [
-        ("sequence", "<u8"),
-        ("end_ns", "<i8"),
-        ("span_ns", "<i8"),
-        ("input", "<f4"),
-        ("blocking", "<f4"),
-        ("optimizer", "<f4"),
-        ("checkpoint", "<f4"),
-        ("ddp_forward", "<f4"),
-        ("ddp_backward", "<f4"),
-        ("ddp_communication", "<f4"),
-        ("ddp_overlap", "<f4"),
-        ("host", "<f4"),
-        ("run_ahead", "<f4"),
-        ("exposed", "<f4"),
-        ("backward", "<f4"),
-        ("flags", "<u2"),
-        ("steps", "<u2"),
-        ("checksum", "<u4"),
-    ]
-)
-assert RECORD_DTYPE.itemsize == ring_layout.RECORD_BYTES
 
-GROUP_DTYPE = np.dtype(
-    [
-        ("number", "<u8"),
-        ("size", "<u4"),
-        ("position", "<u4"),
-        ("kind", "<u4"),
-        ("samples", "<u8"),
-        ("seconds", "<f8"),
-        ("step_seconds", "<f8"),
-    ]
-)
-assert GROUP_DTYPE.itemsize == ring_layout.GROUP.size
+def dtype_of(layout: ring_layout.Layout, *more: tuple[str, str]) -> np.dtype[np.void]:
+    """The rows of a layout, and what follows each."""
+    formats = [(name, f"S{form[:-1]}" if form.endswith("s") else f"<{form}") for name, form in layout.formats.items()]
+    return np.dtype([*formats, *more])
 
-RANGE_DTYPE = np.dtype([("name", f"S{ring_layout.RANGE_NAME_BYTES}"), ("steps", "<u8"), ("seconds", "<f8")])
-assert RANGE_DTYPE.itemsize == ring_layout.RANGE.size
+
+RECORD_DTYPE = dtype_of(ring_layout.RECORD, ("checksum", "<u4"))
+GROUP_DTYPE = dtype_of(ring_layout.GROUP)
+RANGE_DTYPE = dtype_of(ring_layout.RANGE)
 
 Records: TypeAlias = npt.NDArray[np.void]
 

@@ -66,15 +66,15 @@ def columns(
     """One row per step of the `wanted` records: the steps of one record share its time evenly. `good` marks the
     valid records; a DDP figure comes from the next record. `collective_seconds`: of the wanted records, where NCCL
     told it."""
-    ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}"]), good)[wanted] for name in _DDP_NAMES}
+    ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}_seconds"]), good)[wanted] for name in _DDP_NAMES}
     rows = records[wanted]
     span = rows["span_ns"] * 1e-9
-    blocking = np.minimum(_seconds(rows["blocking"]), span)
+    blocking = np.minimum(_seconds(rows["blocking_seconds"]), span)
     exposed = np.maximum(ddp["communication"] - ddp["overlap"], 0.0)
     has_ddp = (rows["flags"] & ring_layout.FLAG_DDP) != 0
     on_device = (rows["flags"] & ring_layout.FLAG_DEVICE) != 0
     # On a device both are sampled, but not in the same steps: the mean of the other is used.
-    spans = _seconds(rows["exposed"])
+    spans = _seconds(rows["exposed_seconds"])
     known = ~np.isnan(spans)
     typical = float(spans[known].mean()) if known.any() else 0.0
     other = np.where(on_device, np.where(known, spans, typical), blocking)
@@ -92,13 +92,13 @@ def columns(
         step_seconds=per_step(span),
         wait_seconds=per_step(np.minimum(np.where(has_ddp, other + exposed, alone), span)),
         communication_seconds=per_step(communication),
-        input_seconds=per_step(np.minimum(_seconds(rows["input"]), span)),
+        input_seconds=per_step(np.minimum(_seconds(rows["input_seconds"]), span)),
         forward_seconds=per_step(ddp["forward"]),
         backward_seconds=per_step(ddp["backward"]),
-        optimizer_seconds=per_step(np.minimum(_seconds(rows["optimizer"]), span)),
-        checkpoint_seconds=per_step(np.minimum(_seconds(rows["checkpoint"]), span)),
-        host_seconds=per_step(_seconds(rows["host"])),
-        run_ahead_seconds=np.repeat(_seconds(rows["run_ahead"]), steps),
+        optimizer_seconds=per_step(np.minimum(_seconds(rows["optimizer_seconds"]), span)),
+        checkpoint_seconds=per_step(np.minimum(_seconds(rows["checkpoint_seconds"]), span)),
+        host_seconds=per_step(_seconds(rows["host_seconds"])),
+        run_ahead_seconds=np.repeat(_seconds(rows["run_ahead_seconds"]), steps),
     )
 
 
@@ -107,7 +107,7 @@ def bounding_seconds(records: npt.NDArray[np.void]) -> Column:
     and where it may wait elsewhere."""
     flags = records["flags"]
     is_bound = ((flags & ring_layout.FLAG_DDP) != 0) & ((flags & ring_layout.FLAG_BLIND) == 0)
-    seconds = (_seconds(records["backward"]) + _seconds(records["blocking"])) / records["steps"]
+    seconds = (_seconds(records["in_backward_seconds"]) + _seconds(records["blocking_seconds"])) / records["steps"]
     return np.where(is_bound, seconds, np.nan)
 
 
