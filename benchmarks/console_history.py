@@ -69,7 +69,8 @@ def _fleet() -> dict[int, HeldWindow]:
     """With every signal."""
     windows = [rank_window(rank, RANKS) for rank in range(RANKS)]
     for rank, window in enumerate(windows):
-        window.mfu_ratio, window.host_seconds, window.run_ahead_seconds = 0.4, 0.05, 0.01
+        more = {"mfu_ratio": 0.4, "host_seconds": 0.05, "run_ahead_seconds": 0.01, "tokens_per_step": 4096.0}
+        window.figures.update(more)
         window.gpu.CopyFrom(_GPU)
         window.memory.CopyFrom(Memory(allocated_bytes=1 << 35))
         place = window.identity.coordinates

@@ -136,6 +136,7 @@ def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
     """A rank of which every source measured everything, more than any real one: a step is timed on a device or not."""
     names = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint", "host", "run_ahead")
     columns = {f"{name}_seconds": np.full(2, np.nan if name in without else 0.125) for name in names}
+    columns["self_seconds"] = 1.0 - columns["wait_seconds"]
     steps = StepSample(
         steps_total=40,
         steps_lost=0,

@@ -24,6 +24,7 @@ from rankscope.daemon.samples import (
     StackSample,
     StallDump,
     StepSample,
+    self_seconds,
 )
 
 START = 1_700_000_000_000_000_000  # a multiple of the default window
@@ -58,6 +59,7 @@ def steps(
     """Columns by name, one value per step; what is not named was not measured."""
     nothing = [np.nan] * len(step_seconds)
     filled: dict[str, Column] = {f"{name}_seconds": np.array(columns.get(name, nothing), float) for name in COLUMNS}
+    filled["self_seconds"] = self_seconds(np.array(step_seconds, float), filled["wait_seconds"])
     return StepSample(
         steps_total=len(step_seconds) if steps_total is None else steps_total,
         steps_lost=0,

@@ -232,6 +232,7 @@ def _sample(
         steps_lost=lost,
         last_step_unix_nanos=None if last_step_ns is None else last_step_ns + clock_ns,
         facts=progress.facts,
+        figures=host.pace(),
         allocated_bytes=_bounded(live.allocated_bytes, MAX_BYTES),
         reserved_bytes=_bounded(live.reserved_bytes, MAX_BYTES),
         peak_allocated_bytes=_bounded(live.peak_allocated_bytes, MAX_BYTES),
@@ -243,7 +244,6 @@ def _sample(
         collectives=nccl.collectives,
         is_blind=is_blind,
         long_steps=found_long,
-        host_pace=host.pace(),
         communicators=nccl.communicators,
         is_inspected=progress.inspector.is_found,
     )

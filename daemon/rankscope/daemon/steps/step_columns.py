@@ -9,10 +9,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
+from rankscope.analysis.verdicts.figures import FIGURES, MAX_STEP_SECONDS, OF_STEPS, PER_STEP, StepColumns
 from rankscope.analysis.verdicts.window_columns import plausible_seconds
 from rankscope.common.text import printable
-from rankscope.daemon.samples import Column, GroupSpan, StepColumns
+from rankscope.daemon.samples import Column, GroupSpan, self_seconds
 from rankscope.probe import ring_layout
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -35,6 +35,8 @@ GROUP_KINDS = frozenset(
 )
 EXPOSED_KINDS = (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_DDP)
 MAX_TOTAL = 1e12
+# Figures that the record has as they are. The others are worked out here.
+_RECORDED = tuple(name for name in OF_STEPS if name in ring_layout.SECONDS)
 
 
 def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
@@ -85,21 +87,21 @@ def columns(
     if collective_seconds is not None:
         communication = np.minimum(collective_seconds, span)
 
-    def per_step(column: Column) -> Column:
-        return np.repeat(column / steps, steps)
-
-    return StepColumns(
-        step_seconds=per_step(span),
-        wait_seconds=per_step(np.minimum(np.where(has_ddp, other + exposed, alone), span)),
-        communication_seconds=per_step(communication),
-        input_seconds=per_step(np.minimum(_seconds(rows["input_seconds"]), span)),
-        forward_seconds=per_step(ddp["forward"]),
-        backward_seconds=per_step(ddp["backward"]),
-        optimizer_seconds=per_step(np.minimum(_seconds(rows["optimizer_seconds"]), span)),
-        checkpoint_seconds=per_step(np.minimum(_seconds(rows["checkpoint_seconds"]), span)),
-        host_seconds=per_step(_seconds(rows["host_seconds"])),
-        run_ahead_seconds=np.repeat(_seconds(rows["run_ahead_seconds"]), steps),
-    )
+    wait = np.minimum(np.where(has_ddp, other + exposed, alone), span)
+    found = {
+        "step_seconds": span,
+        "self_seconds": self_seconds(span, wait),
+        "wait_seconds": wait,
+        "communication_seconds": communication,
+        "forward_seconds": ddp["forward"],
+        "backward_seconds": ddp["backward"],
+    }
+    for name in _RECORDED:
+        seconds = _seconds(rows[name])
+        found[name] = np.minimum(seconds, span) if FIGURES[name].is_cause else seconds
+    per_step = (name for name in found if FIGURES[name].unit == PER_STEP)
+    found |= {name: found[name] / steps for name in per_step}
+    return StepColumns(**{name: np.repeat(column, steps) for name, column in found.items()})
 
 
 def bounding_seconds(records: npt.NDArray[np.void]) -> Column:

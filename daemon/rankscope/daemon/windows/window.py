@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import Message
 
-from rankscope.analysis.verdicts.figures import FIELD, FIGURES, MEAN, PARTS_OF_SELF, QUANTILES, held
+from rankscope.analysis.verdicts.figures import FIGURES, OF_STEPS, PARTS_OF_SELF
 from rankscope.analysis.verdicts.network import NodeNetwork
 from rankscope.analysis.verdicts.window_columns import GROUP_FIGURES, GROUPS, pack
 from rankscope.common.text import printable
@@ -126,8 +126,9 @@ PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
 # A file name with a line break can forge lines of py-spy's output, with any count.
 MAX_COUNT = (1 << 32) - 1
-# Figures by the form in which a window holds them.
-STATISTICS, MEANS, FIELDS = held(QUANTILES), held(MEAN), held(MEAN, FIELD)
+# Figures of which a window has more than the mean.
+STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
+COUNTS = ("steps", "steps_total")
 USUAL = ("usual_wait_seconds", "usual_self_seconds", "usual_checkpoint_seconds")
 SOURCES_OF_WAIT = {
     ring_layout.GROUP_NCCL: "NCCL",
@@ -268,18 +269,16 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
         if statistics is not None:
             getattr(window, name).CopyFrom(statistics)
             names.append(name)
+    # Over the steps where it was measured: sampled figures represent the window.
+    means = {name: _mean(getattr(sample, name)) for name in OF_STEPS if name not in STATISTICS}
+    figures = {name: mean for name, mean in means.items() if mean is not None}
     if window.HasField("self_seconds"):
         window.self_seconds.mean = _mean_self_seconds(sample)
-    # Over the steps where it was measured: sampled figures represent the window.
-    for name in MEANS:
-        mean = _mean(getattr(sample, name))
-        if mean is not None:
-            setattr(window, name, mean)
-            names.append(name)
-    parts = measured(window, PARTS_OF_SELF)
-    if window.HasField("self_seconds") and len(parts) == len(PARTS_OF_SELF):
-        window.other_seconds = max(0.0, window.self_seconds.mean - sum(parts.values()))
-        names.append("other_seconds")
+        if figures.keys() >= set(PARTS_OF_SELF):
+            parts = sum(figures[name] for name in PARTS_OF_SELF)
+            figures["other_seconds"] = max(0.0, window.self_seconds.mean - parts)
+    declared = {name: value for name, value in vars(sample.facts).items() if name in FIGURES and value is not None}
+    window.figures.update({**figures, **sample.figures, **declared})
     window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
     window.collectives.extend(CollectiveRate(**vars(rate)) for rate in sample.collectives)
     window.ranges.extend(RangeTime(name=name, seconds=seconds) for name, seconds in sample.ranges.items())
@@ -290,19 +289,12 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
     if sample.facts.nccl_cost_ratio is not None:
         window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
         names.append("nccl_cost_ratio")
-    if sample.host_pace is not None:
-        window.host_quick_seconds = sample.host_pace.quick_seconds
-        window.host_gained_steps = sample.host_pace.gained_steps
-        names += ("host_quick_seconds", "host_gained_steps")
-    if sample.facts.tokens_per_step is not None:
-        window.tokens_per_step = sample.facts.tokens_per_step
-        names.append("tokens_per_step")
     reason = sample.facts.nccl_reason
     if sample.is_blind and not window.wait_source and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(printable(f"{BLIND}; {reason}" if reason else BLIND, PROBLEM_CHARACTERS))
     if reason == nccl_plugin.OTHER and not sample.is_inspected and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(OTHER_PLUGIN)
-    for name in names:
+    for name in (*names, *window.figures):
         window.sources[name] = SOURCE_PROBE
 
 
@@ -312,10 +304,10 @@ def measured(message: Message, names: Sequence[str]) -> dict[str, float]:
 
 
 def held_figures(window: RankWindow) -> dict[str, float]:
-    """The known figures that have a field of their own; of those with quantiles, the mean."""
+    """The figures that a window holds under their names; of those with statistics, the mean."""
     known: Message = window
     statistics = {name: float(getattr(window, name).mean) for name in STATISTICS if known.HasField(name)}
-    return statistics | measured(window, FIELDS)
+    return {**statistics, **window.figures, **measured(window, COUNTS)}
 
 
 def _wait_source(window: RankWindow, sample: StepSample) -> str:
@@ -324,7 +316,7 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
     names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
     if ring_layout.GROUP_NCCL in kinds:
         return INSPECTOR if sample.is_inspected else SOURCES_OF_WAIT[ring_layout.GROUP_NCCL]
-    if window.HasField("host_seconds"):
+    if "host_seconds" in window.figures:
         return " + ".join(dict.fromkeys(names))
     if not window.HasField("wait_seconds"):
         return ""
@@ -361,7 +353,7 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
         return
     ratio = window.model_flops_per_step / (window.step_seconds.mean * window.peak_flops_per_second)
     if math.isfinite(ratio):
-        window.mfu_ratio = ratio
+        window.figures["mfu_ratio"] = ratio
         window.sources["mfu_ratio"] = SOURCE_PROBE
     if ratio > 1.0 and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(
@@ -474,7 +466,7 @@ def _column_values(window: RankWindow) -> dict[str, float]:
         steps = (window.end_unix_nanos - window.start_unix_nanos) / 1e9 / window.step_seconds.mean
     if window.process.HasField("starved_seconds") and steps > 0:
         row["starved_seconds"] = window.process.starved_seconds / steps
-    if window.groups and window.HasField("host_seconds"):
+    if window.groups and "host_seconds" in window.figures:
         row["self_steps"] = float(max(group.samples for group in window.groups))
     for number, group in enumerate(window.groups[:GROUPS]):
         row |= {f"group{number}_{name}": float(getattr(group, name)) for name in GROUP_FIGURES}
