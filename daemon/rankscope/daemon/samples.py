@@ -165,10 +165,7 @@ class StepSample(StepColumns):
     last_step_unix_nanos: int | None
     facts: ProbeFacts
     figures: Mapping[str, float] = field(default_factory=dict)  # that are of no single step
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    device_total_bytes: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)  # of the device, by the names of ring_layout.MEMORY
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
     groups: tuple[GroupSpan, ...] = ()

@@ -59,9 +59,11 @@ ABILITIES_OFFSET = 84
 TAKES_CAPTURES = 1
 HANDS_OVER_RECORDER = 2  # a thread beside the training loop answers VERB_RECORDER while no step ends
 
-# CLOCK_MONOTONIC and unix time of one moment, then bytes allocated, reserved, peak allocated, device total, then
-# collectives enqueued and completed over all process groups; -1 is "not measured".
-LIVE = struct.Struct("<8q")
+# Two clocks at one moment; device memory; collectives over all process groups. -1 is "not measured".
+CLOCKS = ("monotonic_ns", "unix_ns")
+MEMORY = ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes", "total_bytes")
+COLLECTIVES = ("collectives_enqueued", "collectives_completed")
+LIVE = Layout(**dict.fromkeys((*CLOCKS, *MEMORY, *COLLECTIVES), "q"))
 LIVE_OFFSET = 128
 
 FACTS_HEAD = struct.Struct("<II")

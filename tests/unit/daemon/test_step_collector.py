@@ -150,7 +150,7 @@ def test_facts_and_counters_arrive(writer: Writer, collector: StepsCollector) ->
     assert sample.facts.rank == 3
     assert sample.facts.model_flops_per_step == 1e15
     assert sample.facts.device_name == "H200 " + "x" * 122 + "…"
-    assert (sample.allocated_bytes, sample.peak_allocated_bytes, sample.device_total_bytes) == (1, 3, None)
+    assert sample.memory == {"allocated_bytes": 1, "reserved_bytes": 2, "peak_allocated_bytes": 3}
     assert (sample.collectives_enqueued, sample.collectives_completed) == (7, 6)
 
 

@@ -90,7 +90,7 @@ def test_an_impossible_mfu_is_a_problem_with_its_correction() -> None:
 
 
 def test_memory_that_no_device_has_is_not_a_measurement() -> None:
-    assert not window_of(RankSamples(make.steps(0.5, allocated_bytes=2**70))).HasField("memory")
+    assert not window_of(RankSamples(make.steps(0.5, memory={"allocated_bytes": 2**70}))).HasField("memory")
 
 
 def test_quota_and_run_queue_are_not_counted_twice() -> None:
@@ -111,7 +111,7 @@ def test_quantiles_are_those_of_numpy() -> None:
 
 
 def test_coordinates_and_memory_come_from_the_probe() -> None:
-    sample = make.steps(0.5, facts=ProbeFacts(pipeline=1, data=0), allocated_bytes=5)
+    sample = make.steps(0.5, facts=ProbeFacts(pipeline=1, data=0), memory={"allocated_bytes": 5})
     window = window_of(RankSamples(sample))
     assert window.identity.coordinates.pipeline == 1
     assert window.identity.coordinates.HasField("data")

@@ -53,7 +53,7 @@ def steps(
     last_step_unix_nanos: int | None = START + SECOND,
     facts: ProbeFacts | None = None,
     collectives: tuple[int, int] | None = None,
-    allocated_bytes: int | None = None,
+    memory: Mapping[str, int] | None = None,
     **columns: Sequence[float],
 ) -> StepSample:
     """Columns by name, one value per step; what is not named was not measured."""
@@ -66,7 +66,7 @@ def steps(
         last_step_unix_nanos=last_step_unix_nanos,
         step_seconds=np.array(step_seconds, float),
         facts=facts or ProbeFacts(),
-        allocated_bytes=allocated_bytes,
+        memory=memory or {},
         collectives_enqueued=collectives[0] if collectives else None,
         collectives_completed=collectives[1] if collectives else None,
         **filled,

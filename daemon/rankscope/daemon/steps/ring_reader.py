@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -45,21 +45,6 @@ class RingError(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class Live:
-    monotonic_ns: int
-    unix_ns: int
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_allocated_bytes: int
-    device_total_bytes: int
-    collectives_enqueued: int
-    collectives_completed: int
-
-
-UNKNOWN_LIVE = Live(-1, -1, -1, -1, -1, -1, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -154,16 +139,15 @@ def seals_of(fd: int) -> int:
         return 0
 
 
-def read_live(fd: int) -> Live | None:
-    """None if every attempt met a write in progress, or the writer is broken."""
+def read_live(fd: int) -> Mapping[str, int]:
+    """Nothing if every attempt met a write in progress, or the writer is broken."""
+    size = ring_layout.LIVE.size
     for _ in range(TORN_READ_RETRIES):
-        raw = os.pread(fd, ring_layout.LIVE.size + 4, ring_layout.LIVE_OFFSET)
-        body = raw[: ring_layout.LIVE.size]
-        if len(raw) == ring_layout.LIVE.size + 4 and ring_layout.CHECKSUM.unpack_from(raw, len(body))[0] == zlib.crc32(
-            body
-        ):
-            return Live(*ring_layout.LIVE.unpack(body))
-    return None
+        raw = os.pread(fd, size + ring_layout.CHECKSUM.size, ring_layout.LIVE_OFFSET)
+        is_whole = len(raw) == size + ring_layout.CHECKSUM.size
+        if is_whole and ring_layout.CHECKSUM.unpack_from(raw, size)[0] == zlib.crc32(raw[:size]):
+            return dict(zip(ring_layout.LIVE.formats, ring_layout.LIVE.unpack_from(raw), strict=True))
+    return {}
 
 
 def read_facts_text(fd: int) -> bytes | None:

@@ -362,12 +362,7 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
 
 
 def _add_memory(window: RankWindow, sample: StepSample) -> None:
-    memory = Memory(
-        allocated_bytes=_counter(sample.allocated_bytes),
-        reserved_bytes=_counter(sample.reserved_bytes),
-        peak_allocated_bytes=_counter(sample.peak_allocated_bytes),
-        total_bytes=_counter(sample.device_total_bytes),
-    )
+    memory = Memory(**{name: _counter(amount) for name, amount in sample.memory.items()})
     if memory.ListFields():
         window.memory.CopyFrom(memory)
         window.sources["memory"] = SOURCE_PROBE
