@@ -83,7 +83,7 @@ def _take(history: History, fleet: dict[int, HeldWindow], now: float) -> float:
         window.heard_monotonic = now
     healthy = Verdict(Kind.HEALTHY, "")
     compared = dict.fromkeys(fleet, (0.09, 0.01))  # as on GPUs
-    state = JobState(RUN, RANKS, healthy, 1.0, now, RANKS, 0.1, 0.4, 0.1, HeldWindows(fleet), now, compared)
+    state = JobState(RUN, RANKS, healthy, 1.0, now, RANKS, 0.1, 0.4, 0.1, HeldWindows(fleet, compared), now)
     return _cpu_seconds(lambda: history((state,)))
 
 

@@ -144,11 +144,9 @@ class JobSummary:
         self.windows = timed
         if len(self.step_seconds) < MAX_WINDOWS:
             self.step_seconds.append(state.step_seconds)
-        compared = state.self_and_wait_seconds
         for window in timed:
-            own, wait = compared.get(window.identity.rank, (None, None))
-            self.self_seconds.add(measured(window, "self_seconds") if own is None else own)
-            self.wait_seconds.add(measured(window, "wait_seconds") if wait is None else wait)
+            self.self_seconds.add(measured(window, "self_seconds"))
+            self.wait_seconds.add(measured(window, "wait_seconds"))
             self.input_seconds.add(measured(window, "input_seconds"))
         self.mfu_ratio.add(state.mfu_ratio)
         self.exposed_ratio.add(state.exposed_communication_ratio)
