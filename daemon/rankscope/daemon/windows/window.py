@@ -54,23 +54,12 @@ PeakOfDevice = Callable[[str], float | None]
 
 # The GPU part of a window.
 GPU_NAME_CHARACTERS = 128
-MEASURED = (
-    "utilization_ratio",
-    "sm_active_ratio",
-    "tensor_active_ratio",
-    "dram_active_ratio",
-    "power_watts",
-    "sm_clock_hertz",
-    "sm_clock_ratio",
-    "temperature_celsius",
-    "estimated_flops_per_second",
-)
+GPU_FIGURES = tuple(field.name for field in GpuUsage.DESCRIPTOR.fields if field.has_presence)
 SHOWN_OF_GPU = tuple(
     name for figure in FIGURES if (name := figure.removeprefix("gpu_")) in GpuUsage.DESCRIPTOR.fields_by_name
 )
 NETWORK_NAME_CHARACTERS = 64
 NCCL_FACTS = tuple(NcclLog.DESCRIPTOR.fields_by_name)
-COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", "ecc_corrected_errors", "xids")
 
 
 def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: PeakOfDevice) -> None:
@@ -84,17 +73,8 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: PeakOfDevice)
     ):
         if text:
             setattr(identity, name, printable(text, GPU_NAME_CHARACTERS))
-    usage = GpuUsage(gpus=sample.gpus, shared=sample.shared)
-    for name in MEASURED:
-        value = getattr(sample, name)
-        if value is not None and math.isfinite(value):
-            setattr(usage, name, value)
-    for name in COUNTED:
-        amount = getattr(sample, name)
-        if amount is not None and 0 <= amount < 2**63:
-            setattr(usage, name, amount)
-    if sample.row_remap_pending is not None:
-        usage.row_remap_pending = sample.row_remap_pending
+    measured_of_gpu = {name: getattr(sample, name) for name in GPU_FIGURES}
+    usage = GpuUsage(gpus=sample.gpus, shared=sample.shared, **_sound(measured_of_gpu))
     for reason, seconds in sample.throttled_seconds.items():
         if math.isfinite(seconds) and seconds >= 0:
             usage.throttled_seconds[reason] = seconds
@@ -258,8 +238,8 @@ def _add_steps(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
 
 def _add_step_times(window: RankWindow, sample: StepSample) -> None:
     window.steps = len(sample.step_seconds)
-    window.steps_total = _counter(sample.steps_total) or 0
-    window.steps_lost = _counter(sample.steps_lost) or 0
+    window.steps_total = _counter(sample.steps_total)
+    window.steps_lost = _counter(sample.steps_lost)
     names = ["steps", "steps_total", "steps_lost"]
     if sample.last_step_unix_nanos is not None and 0 <= sample.last_step_unix_nanos < 2**63:
         window.last_step_unix_nanos = sample.last_step_unix_nanos
@@ -362,14 +342,14 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
 
 
 def _add_memory(window: RankWindow, sample: StepSample) -> None:
-    memory = Memory(**{name: _counter(amount) for name, amount in sample.memory.items()})
+    memory = Memory(**_sound(sample.memory))
     if memory.ListFields():
         window.memory.CopyFrom(memory)
         window.sources["memory"] = SOURCE_PROBE
 
 
 def _add_process(window: RankWindow, sample: ProcessSample, peak_of_device: PeakOfDevice) -> None:
-    window.process.CopyFrom(_process_usage(sample))
+    window.process.CopyFrom(ProcessUsage(**_sound(vars(sample)), starved_seconds=_starved_seconds(sample)))
     window.sources["process"] = SOURCE_PROCESS
 
 
@@ -378,28 +358,24 @@ def _add_stacks(window: RankWindow, sample: StackSample, peak_of_device: PeakOfD
     window.sources["stacks"] = SOURCE_STACKS
 
 
-def _process_usage(sample: ProcessSample) -> ProcessUsage:
-    return ProcessUsage(
-        cpu_seconds=sample.cpu_seconds,
-        run_delay_seconds=sample.run_delay_seconds,
-        throttled_seconds=sample.throttled_seconds,
-        stopped_seconds=sample.stopped_seconds,
-        resident_bytes=_counter(sample.resident_bytes),
-        threads=_counter(sample.threads, MAX_COUNT),
-        involuntary_switches=_counter(sample.involuntary_switches),
-        voluntary_switches=_counter(sample.voluntary_switches),
-        starved_seconds=_starved_seconds(sample),
-    )
-
-
 def _starved_seconds(sample: ProcessSample) -> float | None:
     """Kernels differ in whether quota throttling counts as run delay, so the larger of the two is used."""
     waited = [seconds for seconds in (sample.run_delay_seconds, sample.throttled_seconds) if seconds is not None]
     return max(waited) + (sample.stopped_seconds or 0.0) if waited else None
 
 
-def _counter(value: int | None, most: int = 2**63 - 1) -> int | None:
-    return value if value is not None and 0 <= value <= most else None
+def _counter(value: int) -> int:
+    return value if 0 <= value < 2**63 else 0
+
+
+def _sound(values: Mapping[str, float | None]) -> dict[str, Any]:
+    """Those that were measured, and that a message can hold."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return {
+        name: value
+        for name, value in known.items()
+        if (0 <= value < 2**63 if isinstance(value, int) else math.isfinite(value))
+    }
 
 
 def _is_positive(value: float | None) -> bool:
