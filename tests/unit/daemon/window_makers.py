@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rankscope.analysis.profiles.frames import Frame
+from rankscope.analysis.verdicts.figures import OF_STEPS
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.discovery.ranks import Discovered
@@ -29,10 +30,6 @@ from rankscope.daemon.samples import (
 
 START = 1_700_000_000_000_000_000  # a multiple of the default window
 SECOND = 1_000_000_000
-COLUMNS = (
-    *("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint"),
-    *("host", "run_ahead"),
-)
 
 
 def span(index: int = 0, seconds: float = 2.0) -> Span:
@@ -58,13 +55,14 @@ def steps(
 ) -> StepSample:
     """Columns by name, one value per step; what is not named was not measured."""
     nothing = [np.nan] * len(step_seconds)
-    filled: dict[str, Column] = {f"{name}_seconds": np.array(columns.get(name, nothing), float) for name in COLUMNS}
-    filled["self_seconds"] = self_seconds(np.array(step_seconds, float), filled["wait_seconds"])
+    values = {name: columns.get(name.removesuffix("_seconds"), nothing) for name in OF_STEPS}
+    filled: dict[str, Column] = {name: np.array(column, float) for name, column in values.items()}
+    filled["step_seconds"] = np.array(step_seconds, float)
+    filled["self_seconds"] = self_seconds(filled["step_seconds"], filled["wait_seconds"])
     return StepSample(
         steps_total=len(step_seconds) if steps_total is None else steps_total,
         steps_lost=0,
         last_step_unix_nanos=last_step_unix_nanos,
-        step_seconds=np.array(step_seconds, float),
         facts=facts or ProbeFacts(),
         memory=memory or {},
         collectives_enqueued=collectives[0] if collectives else None,
