@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rankscope.daemon.steps import ring_reader
 from rankscope.daemon.steps.collector import WARM_UP_STEPS, StepsCollector
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import ring_layout
@@ -197,3 +199,16 @@ def test_a_long_step_that_ddp_did_not_measure(
     found = sample_of(collector).long_steps
     assert found is not None and found.steps == 1
     assert found.waited_seconds == waited_seconds
+
+
+def test_a_record_is_read_by_the_names_it_was_written_by(writer: Writer) -> None:
+    written = {name: 0.5 + place for place, name in enumerate(ring_layout.SECONDS)}
+    writer.ring.append(7, 5, written, flags=3, steps=2)
+    records, whole = ring_reader.read_records(writer.ring._fd, 1, 1)
+    assert whole.all() and {name: float(records[name][0]) for name in ring_layout.SECONDS} == written
+    assert [int(records[name][0]) for name in ("sequence", "end_ns", "span_ns", "flags", "steps")] == [1, 7, 5, 3, 2]
+
+
+def test_seconds_that_a_record_does_not_have_raise(writer: Writer) -> None:
+    with pytest.raises(struct.error):
+        writer.ring.append(7, 5, {"idle_seconds": 1.0}, flags=0, steps=1)
