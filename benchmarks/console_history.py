@@ -69,7 +69,8 @@ def _fleet() -> dict[int, HeldWindow]:
     """With every signal."""
     windows = [rank_window(rank, RANKS) for rank in range(RANKS)]
     for rank, window in enumerate(windows):
-        window.mfu_ratio, window.host_seconds, window.run_ahead_seconds = 0.4, 0.05, 0.01
+        more = {"mfu_ratio": 0.4, "host_seconds": 0.05, "run_ahead_seconds": 0.01, "tokens_per_step": 4096.0}
+        window.figures.update(more)
         window.gpu.CopyFrom(_GPU)
         window.memory.CopyFrom(Memory(allocated_bytes=1 << 35))
         place = window.identity.coordinates
@@ -82,7 +83,7 @@ def _take(history: History, fleet: dict[int, HeldWindow], now: float) -> float:
         window.heard_monotonic = now
     healthy = Verdict(Kind.HEALTHY, "")
     compared = dict.fromkeys(fleet, (0.09, 0.01))  # as on GPUs
-    state = JobState(RUN, RANKS, healthy, 1.0, now, RANKS, 0.1, 0.4, 0.1, HeldWindows(fleet), now, compared)
+    state = JobState(RUN, RANKS, healthy, 1.0, now, RANKS, 0.1, 0.4, 0.1, HeldWindows(fleet, compared), now)
     return _cpu_seconds(lambda: history((state,)))
 
 

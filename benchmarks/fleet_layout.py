@@ -141,7 +141,7 @@ def _pace(window: RankWindow, job: FleetJob, rank: int) -> None:
     step = (0.090 * (SLOW_FACTOR if job.is_slow else 1.0)) + 0.010
     window.step_seconds.mean, window.wait_seconds.mean, window.wait_seconds.p10 = step, step - own, 0.010
     window.self_seconds.mean, window.self_seconds.p10, window.self_seconds.p90 = own, 0.98 * own, 1.02 * own
-    window.forward_seconds = 0.03 + own - 0.090
+    window.figures["forward_seconds"] = 0.03 + own - 0.090
 
 
 def node_name(node: int) -> str:

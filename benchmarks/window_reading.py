@@ -17,7 +17,13 @@ from rankscope.probe.ring import Ring
 STEPS_PER_WINDOW = 20
 STEP_NS = 100_000_000
 WINDOWS = 400
-SECONDS = (0.001, 0.0, 0.01, 0.0, 0.02, 0.05, 0.03, 0.02, *[float("nan")] * 4)
+SECONDS = {
+    "input_seconds": 0.001,
+    "blocking_seconds": 0.0,
+    "optimizer_seconds": 0.01,
+    "checkpoint_seconds": 0.0,
+    **dict(zip(ring_layout.DDP_SECONDS, (0.02, 0.05, 0.03, 0.02), strict=True)),
+}
 ME = RankProcess("job", 0, 0, 1, os.getpid(), 1, (os.getpid(),))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rankscope.analysis.profiles.frames import Frame
+from rankscope.analysis.verdicts.figures import OF_STEPS
 from rankscope.daemon.captures.duty_cycle import REASONS
 from rankscope.daemon.captures.service import CaptureStatus
 from rankscope.daemon.collector import CollectorStatus
@@ -28,6 +29,7 @@ from rankscope.daemon.samples import (
     Span,
     StackSample,
     StepSample,
+    self_seconds,
 )
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe.ring_layout import GROUP_NCCL
@@ -134,13 +136,14 @@ def rank_process(number: int) -> RankProcess:
 
 def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
     """A rank of which every source measured everything, more than any real one: a step is timed on a device or not."""
-    names = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint", "host", "run_ahead")
-    columns = {f"{name}_seconds": np.full(2, np.nan if name in without else 0.125) for name in names}
+    unknown = {f"{name}_seconds" for name in without}
+    columns = {name: np.full(2, np.nan if name in unknown else 0.125) for name in OF_STEPS}
+    columns["step_seconds"] = np.full(2, 1.0)
+    columns["self_seconds"] = self_seconds(columns["step_seconds"], columns["wait_seconds"])
     steps = StepSample(
         steps_total=40,
         steps_lost=0,
         last_step_unix_nanos=SPAN.start_unix_nanos + 1_000_000_000,
-        step_seconds=np.full(2, 1.0),
         facts=ProbeFacts(
             pipeline=1,
             tensor=0,
@@ -158,10 +161,12 @@ def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
             CollectiveRate(0xABC, 4, "reduce_scatter", "ring", "ll128", 8, 1e9, 2.5e11),
             CollectiveRate(0xABC, 4, "send", "other", "other", 2, 1e6, None),
         ),
-        allocated_bytes=1_000,
-        reserved_bytes=2_000,
-        peak_allocated_bytes=1_500,
-        device_total_bytes=4_000,
+        memory={
+            "allocated_bytes": 1_000,
+            "reserved_bytes": 2_000,
+            "peak_allocated_bytes": 1_500,
+            "total_bytes": 4_000,
+        },
         collectives_enqueued=None,
         collectives_completed=None,
         **columns,

@@ -106,15 +106,17 @@ def window(step: float, mfu: float) -> RankWindow:
         step_seconds=StepStatistics(p50=step),
         self_seconds=StepStatistics(mean=step - 0.011),
         wait_seconds=StepStatistics(mean=0.011),
-        input_seconds=0.226,
-        mfu_ratio=mfu,
-        forward_seconds=0.31 * step,
+        figures={
+            "input_seconds": 0.226,
+            "mfu_ratio": mfu,
+            "forward_seconds": 0.31 * step,
+            "host_seconds": step,
+            "run_ahead_seconds": 0.004,
+        },
         wait_source="collective spans",
         process=ProcessUsage(cpu_seconds=2.4, threads=61),
         memory=Memory(allocated_bytes=118 << 30),
         gpu=GpuUsage(gpus=1, utilization_ratio=0.69, power_watts=512.0, sm_clock_hertz=1.755e9),
-        host_seconds=step,
-        run_ahead_seconds=0.004,
     )
 
 

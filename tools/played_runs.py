@@ -101,6 +101,11 @@ class Played:
         self._states |= {state.job: state for state in states}
         self._tell()
 
+    def compare(self, self_and_wait_seconds: Mapping[int, tuple[float, float]], run: str = RUN) -> None:
+        """The last evaluation again, now, with what only the comparison of ranks shows."""
+        windows = HeldWindows(self._held[run].copy(), self_and_wait_seconds)
+        self.evaluate(replace(self._states[run], windows=windows, evaluated_unix_seconds=self.now))
+
     def held(self, run: str = RUN) -> Iterable[HeldWindow]:
         return self._held[run].values()
 

@@ -198,7 +198,7 @@ from rankscope.probe.ring import Ring
 ring = Ring()
 print("ready", flush=True)
 for _ in sys.stdin:
-    ring.append(time.monotonic_ns(), 10_000_000, (0.0,) * 12, 0, 1)
+    ring.append(time.monotonic_ns(), 10_000_000, dict.fromkeys(ring_layout.SECONDS, 0.0), 0, 1)
     print("stepped", flush=True)
 """
 

@@ -33,7 +33,7 @@ def rank_table(
     least important first: a number that is cut is wrong."""
     optional = {
         "node": nodes,
-        "ahead": any(window.HasField("run_ahead_seconds") for window in windows),
+        "ahead": any("run_ahead_seconds" in window.figures for window in windows),
         "GPU": any(window.HasField("gpu") for window in windows),
         "tensor": any(window.HasField("gpu") for window in windows),
         "longest range": any(window.ranges for window in windows),
@@ -81,6 +81,11 @@ def _time(name: str) -> Callable[[RankWindow], str]:
     return lambda window: "–" if (seconds := measured(window, name)) is None else milliseconds(seconds)
 
 
+def _mfu(window: RankWindow) -> str:
+    ratio = measured(window, "mfu_ratio")
+    return "–" if ratio is None else f"{ratio:.0%}"
+
+
 def _cpu(window: RankWindow) -> str:
     ratio = cpu_ratio(window)
     if ratio is None:
@@ -126,7 +131,7 @@ _CELLS: dict[str, Callable[[RankWindow], str]] = {
     "wait": _time("wait_seconds"),
     "input": _time("input_seconds"),
     "ahead": _time("run_ahead_seconds"),  # of the host over the device: near zero, the device waits for its host
-    "MFU": lambda window: f"{window.mfu_ratio:.0%}" if window.HasField("mfu_ratio") else "–",
+    "MFU": _mfu,
     "CPU": _cpu,
     "GPU": _gpu,
     "tensor": _tensor,

@@ -30,6 +30,7 @@ from rankscope.cli.job_tables import rank_table
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
 from rankscope.daemon.windows.window import INSPECTOR
+from rankscope.operator.console.answers import measured
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 
@@ -143,14 +144,10 @@ class JobSummary:
         self.windows = timed
         if len(self.step_seconds) < MAX_WINDOWS:
             self.step_seconds.append(state.step_seconds)
-        compared = state.self_and_wait_seconds
         for window in timed:
-            own, wait = compared.get(window.identity.rank, (None, None))
-            self.self_seconds.add(window.self_seconds.mean if own is None and window.HasField("self_seconds") else own)
-            self.wait_seconds.add(
-                window.wait_seconds.mean if wait is None and window.HasField("wait_seconds") else wait
-            )
-            self.input_seconds.add(window.input_seconds if window.HasField("input_seconds") else None)
+            self.self_seconds.add(measured(window, "self_seconds"))
+            self.wait_seconds.add(measured(window, "wait_seconds"))
+            self.input_seconds.add(measured(window, "input_seconds"))
         self.mfu_ratio.add(state.mfu_ratio)
         self.exposed_ratio.add(state.exposed_communication_ratio)
         return True

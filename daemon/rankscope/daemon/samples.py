@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.profiles.frames import Frame, Stack
+from rankscope.analysis.verdicts.figures import StepColumns
 from rankscope.analysis.verdicts.windows import Communicator
 
 Column: TypeAlias = npt.NDArray[np.float64]
@@ -136,14 +137,6 @@ class LongSteps:
 
 
 @dataclass(frozen=True)
-class HostPace:
-    """Of a rank that is timed on a device, over its last steps."""
-
-    quick_seconds: float  # that the quickest steps took on the host
-    gained_steps: float  # by how many the host got further ahead of the device, at most
-
-
-@dataclass(frozen=True)
 class CollectiveRate:
     """The operations of one process group and one function of NCCL since the last call. Bytes are those of the whole
     array, as nccl-tests count them."""
@@ -164,26 +157,6 @@ def self_seconds(step_seconds: Column, wait_seconds: Column) -> Column:
 
 
 @dataclass(frozen=True)
-class StepColumns:
-    """One value per step, oldest first; NaN where that step was not measured (DDP figures are sampled)."""
-
-    step_seconds: Column
-    wait_seconds: Column  # communication that nothing hides
-    communication_seconds: Column
-    input_seconds: Column
-    forward_seconds: Column
-    backward_seconds: Column
-    optimizer_seconds: Column
-    checkpoint_seconds: Column
-    host_seconds: Column  # where steps are timed on a device: the host's time, and how far it was ahead
-    run_ahead_seconds: Column
-
-    @property
-    def self_seconds(self) -> Column:
-        return self_seconds(self.step_seconds, self.wait_seconds)
-
-
-@dataclass(frozen=True)
 class StepSample(StepColumns):
     """The steps of one rank that ended since the last call."""
 
@@ -191,10 +164,8 @@ class StepSample(StepColumns):
     steps_lost: int  # overwritten before they were read, since the last call
     last_step_unix_nanos: int | None
     facts: ProbeFacts
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    device_total_bytes: int | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)  # that are of no single step
+    memory: Mapping[str, int] = field(default_factory=dict)  # of the device, by the names of ring_layout.MEMORY
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
     groups: tuple[GroupSpan, ...] = ()
@@ -202,7 +173,6 @@ class StepSample(StepColumns):
     collectives: tuple[CollectiveRate, ...] = ()
     is_blind: bool = False  # collectives are issued where nothing can time them
     long_steps: LongSteps | None = None  # None: waiting is measured in a few steps only
-    host_pace: HostPace | None = None  # None: steps are timed by the host, or too few are known
     communicators: tuple[Communicator, ...] = ()  # of NCCL
     is_inspected: bool = False  # NCCL's times are those of NCCL Inspector
 

@@ -6,10 +6,10 @@ import functools
 import math
 import time
 import weakref
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
-Figures = Tuple[float, float, float, float]  # seconds: forward, backward, communication, overlap
-NOT_MEASURED: Figures = (math.nan, math.nan, math.nan, math.nan)
+Figures = Dict[str, float]  # the keys of _NAMES, or none
+NOT_MEASURED: Figures = {}
 
 COST_BUDGET_RATIO = 0.001
 NEVER = 1 << 62
@@ -20,12 +20,14 @@ DOUBTFUL_BOUNDARIES = 2
 # run-ahead by it, such a step of 6 ms took 2.3 ms longer. Sampling so rarely that this stays under 0.3 % (one step in
 # 150) delayed alarms by 6 s and missed one: the rate follows a slow job only after it has become slow.
 CUDA_SAMPLE_SECONDS = 0.0002
-_NAMES = (
-    "forward_compute_time",
-    "backward_compute_time",
-    "backward_comm_time",
-    "backward_compute_comm_overlap_time",
-)
+# As the record has them, in DDP's words.
+_FORWARD_TIME = "forward_compute_time"
+_NAMES = {
+    "ddp_forward_seconds": _FORWARD_TIME,
+    "ddp_backward_seconds": "backward_compute_time",
+    "ddp_communication_seconds": "backward_comm_time",
+    "ddp_overlap_seconds": "backward_compute_comm_overlap_time",
+}
 
 
 class Watched:
@@ -67,7 +69,7 @@ class DdpSampler:
         if boundary < self._next_read:
             return NOT_MEASURED
         start = time.perf_counter()
-        total = [0.0, 0.0, 0.0, 0.0]
+        total = dict.fromkeys(_NAMES, 0.0)
         newest = 0
         for watched in self.models:
             # A model whose parameters are all left out of synchronisation has no logger.
@@ -76,12 +78,12 @@ class DdpSampler:
                 continue
             figures = logger._get_ddp_logging_data().ints_map
             iteration = figures.get("iteration", 0)
-            if iteration == watched.iteration or _NAMES[0] not in figures:
+            if iteration == watched.iteration or _FORWARD_TIME not in figures:
                 continue
             watched.iteration = iteration
             newest = newest or iteration
-            for position, name in enumerate(_NAMES):
-                total[position] += max(0, figures.get(name, 0)) * 1e-9
+            for name, time_of_ddp in _NAMES.items():
+                total[name] += max(0, figures.get(time_of_ddp, 0)) * 1e-9
         # The least of late: a read during which the thread lost its CPU says nothing about what reading costs, and
         # would leave a rank on a busy machine without figures.
         self._read_seconds = min(time.perf_counter() - start, 1.02 * self._read_seconds)
@@ -95,7 +97,7 @@ class DdpSampler:
         # Figures are there from the boundary after their step on, and a read may come later, never sooner.
         self._ahead = min(self._ahead, boundary - 1 - newest)
         self.step = newest + self._ahead if scale == 1.0 else None
-        return (total[0] * scale, total[1] * scale, total[2] * scale, total[3] * scale)
+        return {name: seconds * scale for name, seconds in total.items()}
 
     def _expect_after_fresh(self, boundary: int, iteration: int) -> float:
         """Plan the next read; returns how many DDP iterations make one step (gradient accumulation without no_sync)."""

@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from statistics import median
-from typing import Callable, Deque, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Deque, Dict, List, Optional, Tuple
 
 from . import ring_layout
 from .clock import CudaClock, Mark
@@ -28,8 +28,7 @@ RECENT_STEPS = 15
 MAX_STEPS = 64
 NAN = math.nan
 
-# end_ns, span_ns, seconds as layout.RECORD has them, flags, steps
-Write = Callable[[int, int, Sequence[float], int, int], None]
+Write = Callable[[int, int, Dict[str, float], int, int], None]  # as Ring.append
 
 
 class Border:
@@ -153,7 +152,14 @@ class DeviceSteps:
         self._end_ns = max(self._end_ns, int(self._device_ns + self._offset.ns))
         host = (border.ledger[LAST_END] - before.ledger[LAST_END]) * 1e-9 if before else NAN
         saved = (border.ledger[CHECKPOINT] - before.ledger[CHECKPOINT]) * 1e-9 if before else 0.0
-        seconds = (waited, NAN, NAN, saved, *border.figures, host, run_ahead, exposed, NAN)
+        seconds = {
+            **border.figures,
+            "input_seconds": waited,
+            "checkpoint_seconds": saved,
+            "host_seconds": host,
+            "run_ahead_seconds": run_ahead,
+            "exposed_seconds": exposed,
+        }
         self._write(
             self._end_ns, int(span_seconds * 1e9) if border.is_typical else 0, seconds, border.flags, max(steps, 1)
         )
@@ -164,7 +170,7 @@ class DeviceSteps:
                 self._clock.release(mark)
 
     def _add_ddp(self, border: Border) -> None:
-        if self.on_ddp is None or math.isnan(border.figures[2]):
+        if self.on_ddp is None or not border.figures:
             return
         step = border.ledger[STEPS] - 1 if border.ddp_step is None else border.ddp_step
         span_seconds = self._spans_by_step.get(step, NAN)

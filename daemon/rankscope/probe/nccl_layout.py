@@ -30,15 +30,23 @@ WANTED = struct.Struct("<I")
 WANTED_OFFSET = 80
 INTERFACE_OFFSET = 84
 
-# hash, ranks, own rank; operations issued, started and finished; the last of each: sequence << 8 | function
-COMMUNICATOR = struct.Struct("<QIIQQQQQQ")
+# Its own rank; how many operations; the last of each: sequence << 8 | function.
+COMMUNICATOR = ring_layout.Layout(
+    hash="Q",
+    **dict.fromkeys(("ranks", "rank"), "I"),
+    **dict.fromkeys(("issued", "started", "finished", "last_issued", "last_started", "last_finished"), "Q"),
+)
 COMMUNICATORS_OFFSET = 128
 COMMUNICATORS = 64
 
-# number; start and stop by the GPU's timer, issued and found to be over by CLOCK_MONOTONIC, all in ns; bytes;
-# communicator (low half of its hash), sequence of its function there, peer of a message or -1; function, algorithm,
-# protocol, channels
-RECORD = struct.Struct("<QQQQQQIIiBBBB")
+# Start and stop are by the GPU's timer; issued and seen, which is found to be over, by CLOCK_MONOTONIC. A communicator
+# is the low half of its hash, the sequence that of its function there, the peer that of a message or -1.
+RECORD = ring_layout.Layout(
+    **dict.fromkeys(("number", "start_ns", "stop_ns", "issued_ns", "seen_ns", "bytes"), "Q"),
+    **dict.fromkeys(("communicator", "sequence"), "I"),
+    peer="i",
+    **dict.fromkeys(("function", "algorithm", "protocol", "channels"), "B"),
+)
 MEMORY_BYTES = HEADER_BYTES + CAPACITY * RECORD.size
 
 # Numbers from 1; 0 is another.

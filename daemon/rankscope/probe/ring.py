@@ -7,7 +7,6 @@ import fcntl
 import json
 import mmap
 import os
-import struct
 import time
 import zlib
 from typing import Any, Dict, Sequence, Tuple
@@ -51,15 +50,17 @@ class Ring:
         )
         self._memory[: len(fixed)] = fixed
 
-    def append(self, end_ns: int, span_ns: int, seconds: Sequence[float], flags: int, steps: int) -> None:
-        """One record; `seconds` as layout.RECORD has them. The checksum covers the sequence number and the ring's
-        counters move last: a reader that comes in between finds neither the old record nor the new one, never a
-        mixture."""
+    def append(self, end_ns: int, span_ns: int, seconds: Dict[str, float], flags: int, steps: int) -> None:
+        """One record; `seconds` are those of layout.SECONDS that were measured. The checksum covers the sequence number
+        and the ring's counters move last: a reader that comes in between finds neither the old record nor the new one,
+        never a mixture."""
         offset = ring_layout.HEADER_BYTES + self.records % ring_layout.CAPACITY * ring_layout.RECORD_BYTES
         self.records += 1
         self.steps += steps
         written = min(steps, ring_layout.MAX_STEPS)
-        body = ring_layout.RECORD.pack(self.records, end_ns, span_ns, *seconds, flags, written)
+        # A name that the record does not have makes one value too many, which raises.
+        named = {**ring_layout.NOT_MEASURED, **seconds}
+        body = ring_layout.RECORD.pack(self.records, end_ns, span_ns, *named.values(), flags, written)
         self._memory[offset : offset + ring_layout.RECORD_BYTES] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
         self._counters[0], self._counters[1] = self.records, self.steps
 
@@ -69,7 +70,7 @@ class Ring:
     def write_ranges(self, rows: Sequence[Sequence[Any]]) -> None:
         self._write_table(ring_layout.RANGES_OFFSET, ring_layout.RANGE, rows)
 
-    def _write_table(self, offset: int, layout: struct.Struct, rows: Sequence[Sequence[Any]]) -> None:
+    def _write_table(self, offset: int, layout: ring_layout.Layout, rows: Sequence[Sequence[Any]]) -> None:
         body = b"".join([layout.pack(*row) for row in rows])
         head = ring_layout.TABLE_HEAD.pack(len(rows), zlib.crc32(body))
         self._memory[offset : offset + len(head) + len(body)] = head + body

@@ -13,27 +13,36 @@
    8192  records
 
 A record covers one step, or several that together took 10 ms: microsecond steps are not worth a record each, and so the
-ring always holds more than a minute. It ends at `end_monotonic_ns` and covers `span_ns` nanoseconds and `steps` steps;
-its causes are seconds within that span. But its four DDP fields belong to the record *before* it: DDP publishes an
+ring always holds more than a minute. It ends at `end_ns` (CLOCK_MONOTONIC) and covers `span_ns` nanoseconds and `steps`
+steps; its causes are seconds within that span. But its DDP_SECONDS belong to the record *before* it: DDP publishes an
 iteration's figures only when the next forward has begun. NaN is "not measured". A span of 0 has no known beginning
 (the first step) or is not representative (FLOPs were being counted).
 
-On a GPU (FLAG_DEVICE) the span is the device's, and so are `input` (the device stood still for it) and `exposed`; the
-end is when the device was done. A record is written when the device has finished the step, which may be many steps
-after the host has enqueued it."""
+On a GPU (FLAG_DEVICE) the span is the device's, and so are `input_seconds` (the device stood still for it) and
+`exposed_seconds`; the end is when the device was done. A record is written when the device has finished the step, which
+may be many steps after the host has enqueued it."""
 
+import math
 import os
 import struct
 import zlib
+
+
+class Layout:
+    """A row by the names of its fields, each with its format of `struct`. The daemon reads it by these names, too."""
+
+    def __init__(self, **formats: str) -> None:
+        self.formats = formats
+        row = struct.Struct("<" + "".join(formats.values()))
+        self.size, self.pack, self.unpack_from = row.size, row.pack, row.unpack_from
+
 
 RING_NAME = "rankscope-ring"
 MAGIC = b"RNKSCOPE"
 VERSION = 3
 
 HEADER_BYTES = 8192
-RECORD_BYTES = 80
 CAPACITY = 8192
-RING_BYTES = HEADER_BYTES + CAPACITY * RECORD_BYTES
 
 # magic, version, header bytes, record bytes, capacity, owner's pid (as the owner sees it), ring id (random)
 FIXED = struct.Struct("<8sIIIIqQ")
@@ -50,9 +59,11 @@ ABILITIES_OFFSET = 84
 TAKES_CAPTURES = 1
 HANDS_OVER_RECORDER = 2  # a thread beside the training loop answers VERB_RECORDER while no step ends
 
-# CLOCK_MONOTONIC and unix time of one moment, then bytes allocated, reserved, peak allocated, device total, then
-# collectives enqueued and completed over all process groups; -1 is "not measured".
-LIVE = struct.Struct("<8q")
+# Two clocks at one moment; device memory; collectives over all process groups. -1 is "not measured".
+CLOCKS = ("monotonic_ns", "unix_ns")
+MEMORY = ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes", "total_bytes")
+COLLECTIVES = ("collectives_enqueued", "collectives_completed")
+LIVE = Layout(**dict.fromkeys((*CLOCKS, *MEMORY, *COLLECTIVES), "q"))
 LIVE_OFFSET = 128
 
 FACTS_HEAD = struct.Struct("<II")
@@ -101,9 +112,9 @@ PHASE_OFF = 7  # captures have failed in an unexpected way, and are not tried ag
 # A table: how many rows there are, crc32 of them; then the rows.
 TABLE_HEAD = struct.Struct("<II")
 
-# A row per process group and kind: id (equal on all members), size, own position, kind, steps that were sampled,
-# seconds in collectives in these steps, seconds of these steps.
-GROUP = struct.Struct("<QIIIQdd")
+# A row per process group and kind. The number is equal on all members; seconds are sums over the steps that were
+# sampled: in collectives, and of the steps.
+GROUP = Layout(number="Q", size="I", position="I", kind="I", samples="Q", seconds="d", step_seconds="d")
 MAX_GROUPS = 8
 GROUP_EXPOSED = 1  # the step's own stream (on a CPU: the training thread) stood still meanwhile
 GROUP_OVERLAPPED = 2  # on another stream: other work may have gone on
@@ -112,16 +123,29 @@ GROUP_DDP = 4  # exposed, by DistributedDataParallel's own timers
 GROUP_RECORDER = 5  # overlapped, by the durations of NCCL's flight recorder
 GROUP_NCCL = 6  # overlapped, by NCCL's own times (nccl_layout.py): of every step; not in the ring
 
-# A row per range: name, steps since the first range, seconds in it and in no range inside it. Older probes write none.
+# A row per range: steps since the first range, seconds in it and in no range inside it. Older probes write none.
 RANGES_OFFSET = 4608
 RANGE_NAME_BYTES = 48
-RANGE = struct.Struct("<{}sQd".format(RANGE_NAME_BYTES))
+RANGE = Layout(name="{}s".format(RANGE_NAME_BYTES), steps="Q", seconds="d")
 MAX_RANGES = 32
 
-# sequence, end_monotonic_ns, span_ns; seconds: input, blocking communication, optimizer, checkpoint; seconds of the
-# record before: ddp forward, backward, communication, overlap; seconds: host, run-ahead, exposed communication, inside
-# backward passes (on a CPU); flags, steps
-RECORD = struct.Struct("<Qqq12fHH")
+# What the probe measures in a step. A name of figures.py (in rankscope.analysis) is that figure.
+DDP_SECONDS = ("ddp_forward_seconds", "ddp_backward_seconds", "ddp_communication_seconds", "ddp_overlap_seconds")
+SECONDS = (
+    "input_seconds",
+    "blocking_seconds",  # of communication
+    "optimizer_seconds",
+    "checkpoint_seconds",
+    *DDP_SECONDS,  # of the record before
+    "host_seconds",
+    "run_ahead_seconds",
+    "exposed_seconds",  # of communication
+    "in_backward_seconds",  # inside backward passes, on a CPU
+)
+RECORD = Layout(sequence="Q", end_ns="q", span_ns="q", **dict.fromkeys(SECONDS, "f"), flags="H", steps="H")
+RECORD_BYTES = RECORD.size + CHECKSUM.size
+RING_BYTES = HEADER_BYTES + CAPACITY * RECORD_BYTES
+NOT_MEASURED = dict.fromkeys(SECONDS, math.nan)
 MAX_STEPS = 0xFFFF
 
 FLAG_DDP = 1  # DDP instances are watched: the wait of a step without DDP figures is unknown, not zero

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import math
 import os
 import threading
 import time
@@ -32,7 +31,14 @@ STALL_CHECK_SECONDS = 1.0
 LOOK_SECONDS = 0.2
 # For how long the process waits at its end for the other thread, which reads a recorder in milliseconds.
 LEAVE_SECONDS = 5.0
-NO_DEVICE = (math.nan, math.nan, math.nan)  # host, run-ahead and exposed seconds
+# Of a record, where the ledger adds up its nanoseconds.
+LEDGER_SECONDS = (
+    ("input_seconds", INPUT),
+    ("blocking_seconds", BLOCKING),
+    ("optimizer_seconds", OPTIMIZER),
+    ("checkpoint_seconds", CHECKPOINT),
+    ("in_backward_seconds", BACKWARD),
+)
 
 
 class Session:
@@ -107,10 +113,9 @@ class Session:
         ledger, written = self.tally.ledger[:], self._written
         steps = ledger[STEPS] - written[STEPS]
         if steps:
-            causes = [(ledger[cause] - written[cause]) * 1e-9 for cause in (INPUT, BLOCKING, OPTIMIZER, CHECKPOINT)]
-            backward = (ledger[BACKWARD] - written[BACKWARD]) * 1e-9
+            seconds = {name: (ledger[place] - written[place]) * 1e-9 for name, place in LEDGER_SECONDS}
             span_ns = ledger[LAST_END] - written[LAST_END] if is_typical else 0
-            ring.append(ledger[LAST_END], span_ns, (*causes, *figures, *NO_DEVICE, backward), self._flags, steps)
+            ring.append(ledger[LAST_END], span_ns, {**figures, **seconds}, self._flags, steps)
             self._written = ledger
 
     def _count_flops(self, count: FlopCount, boundary: int) -> bool:
@@ -158,7 +163,7 @@ class Session:
         slot = None if group is None else self.spans.groups.slot(group, ring_layout.GROUP_DDP)
         if slot is not None:
             slot.samples += 1
-            slot.seconds += max(0.0, figures[2] - figures[3])
+            slot.seconds += max(0.0, figures["ddp_communication_seconds"] - figures["ddp_overlap_seconds"])
             slot.step_seconds += step_seconds
 
     def _after_fork_in_child(self) -> None:

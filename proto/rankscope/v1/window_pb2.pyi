@@ -1104,6 +1104,26 @@ class RankWindow(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
+    class FiguresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class SourcesEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1133,31 +1153,19 @@ class RankWindow(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     SELF_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
-    COMMUNICATION_SECONDS_FIELD_NUMBER: _builtins.int
-    INPUT_SECONDS_FIELD_NUMBER: _builtins.int
-    FORWARD_SECONDS_FIELD_NUMBER: _builtins.int
-    BACKWARD_SECONDS_FIELD_NUMBER: _builtins.int
-    OPTIMIZER_SECONDS_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_SECONDS_FIELD_NUMBER: _builtins.int
-    OTHER_SECONDS_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
     STEPS_LOST_FIELD_NUMBER: _builtins.int
     MODEL_FLOPS_PER_STEP_FIELD_NUMBER: _builtins.int
     PEAK_FLOPS_PER_SECOND_FIELD_NUMBER: _builtins.int
-    MFU_RATIO_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     STACKS_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
-    HOST_SECONDS_FIELD_NUMBER: _builtins.int
-    RUN_AHEAD_SECONDS_FIELD_NUMBER: _builtins.int
-    HOST_QUICK_SECONDS_FIELD_NUMBER: _builtins.int
-    HOST_GAINED_STEPS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_SOURCE_FIELD_NUMBER: _builtins.int
     LONG_STEPS_FIELD_NUMBER: _builtins.int
     NCCL_COST_RATIO_FIELD_NUMBER: _builtins.int
-    TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
     NETWORK_FIELD_NUMBER: _builtins.int
@@ -1174,42 +1182,17 @@ class RankWindow(_message.Message):
     steps_total: _builtins.int
     """since the process started"""
     last_step_unix_nanos: _builtins.int
-    communication_seconds: _builtins.float
-    """Means by phase. They may overlap where the work does (communication under backward).
-    hidden or not
-    """
-    input_seconds: _builtins.float
-    """waiting for the data loader"""
-    forward_seconds: _builtins.float
-    backward_seconds: _builtins.float
-    optimizer_seconds: _builtins.float
-    checkpoint_seconds: _builtins.float
-    other_seconds: _builtins.float
-    """of self_seconds, beyond the phases above"""
     steps_lost: _builtins.int
     """overwritten in the ring before they were read"""
     model_flops_per_step: _builtins.float
     """this rank's share"""
     peak_flops_per_second: _builtins.float
-    mfu_ratio: _builtins.float
-    host_seconds: _builtins.float
-    """Of a rank whose steps are timed on a device: means of what a step took on the host and of the furthest the host was
-    ahead of the device within a step. A host that is never ahead holds the device up.
-    """
-    run_ahead_seconds: _builtins.float
-    host_quick_seconds: _builtins.float
-    """Over the last few hundred steps: what the quickest took on the host, and by how many steps the host got further
-    ahead of the device. A host that never got further ahead may have waited for its device in every step.
-    """
-    host_gained_steps: _builtins.float
     wait_source: _builtins.str
     """Where `wait_seconds` or `groups` come from: "NCCL", "NCCL Inspector", "ddp timers", "collective spans",
     "flight recorder", "blocking calls", "capture".
     """
     nccl_cost_ratio: _builtins.float
     """of a step, that asking NCCL for its times costs; measured in the job"""
-    tokens_per_step: _builtins.float
-    """that the rank works on, as its program counts them"""
     @_builtins.property
     def identity(self) -> _identity_pb2.RankIdentity: ...
     @_builtins.property
@@ -1221,6 +1204,12 @@ class RankWindow(_message.Message):
     @_builtins.property
     def wait_seconds(self) -> Global___StepStatistics:
         """communication that nothing hides"""
+
+    @_builtins.property
+    def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The other figures, by their names in analysis/verdicts/figures.py: of what is measured in each step the mean, over
+        the steps in which it was measured. Seconds of phases may overlap where the work does (communication under backward).
+        """
 
     @_builtins.property
     def memory(self) -> Global___Memory: ...
@@ -1271,120 +1260,56 @@ class RankWindow(_message.Message):
         step_seconds: Global___StepStatistics | None = ...,
         self_seconds: Global___StepStatistics | None = ...,
         wait_seconds: Global___StepStatistics | None = ...,
-        communication_seconds: _builtins.float | None = ...,
-        input_seconds: _builtins.float | None = ...,
-        forward_seconds: _builtins.float | None = ...,
-        backward_seconds: _builtins.float | None = ...,
-        optimizer_seconds: _builtins.float | None = ...,
-        checkpoint_seconds: _builtins.float | None = ...,
-        other_seconds: _builtins.float | None = ...,
+        figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         steps_lost: _builtins.int | None = ...,
         model_flops_per_step: _builtins.float | None = ...,
         peak_flops_per_second: _builtins.float | None = ...,
-        mfu_ratio: _builtins.float | None = ...,
         memory: Global___Memory | None = ...,
         process: Global___ProcessUsage | None = ...,
         stacks: Global___StackSummary | None = ...,
         stall: Global___Stall | None = ...,
         gpu: Global___GpuUsage | None = ...,
-        host_seconds: _builtins.float | None = ...,
-        run_ahead_seconds: _builtins.float | None = ...,
-        host_quick_seconds: _builtins.float | None = ...,
-        host_gained_steps: _builtins.float | None = ...,
         groups: _abc.Iterable[Global___GroupSpan] | None = ...,
         wait_source: _builtins.str = ...,
         long_steps: Global___LongSteps | None = ...,
         nccl_cost_ratio: _builtins.float | None = ...,
-        tokens_per_step: _builtins.float | None = ...,
         collectives: _abc.Iterable[Global___CollectiveRate] | None = ...,
         ranges: _abc.Iterable[Global___RangeTime] | None = ...,
         network: Global___NodeNetwork | None = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_gained_steps", b"_host_gained_steps", "_host_quick_seconds", b"_host_quick_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "communication_seconds", b"communication_seconds", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "host_gained_steps", b"host_gained_steps", "host_quick_seconds", b"host_quick_seconds", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "gpu", b"gpu", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds", "_checkpoint_seconds", b"_checkpoint_seconds", "_communication_seconds", b"_communication_seconds", "_forward_seconds", b"_forward_seconds", "_host_gained_steps", b"_host_gained_steps", "_host_quick_seconds", b"_host_quick_seconds", "_host_seconds", b"_host_seconds", "_input_seconds", b"_input_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_optimizer_seconds", b"_optimizer_seconds", "_other_seconds", b"_other_seconds", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "_tokens_per_step", b"_tokens_per_step", "backward_seconds", b"backward_seconds", "checkpoint_seconds", b"checkpoint_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "end_unix_nanos", b"end_unix_nanos", "forward_seconds", b"forward_seconds", "gpu", b"gpu", "groups", b"groups", "host_gained_steps", b"host_gained_steps", "host_quick_seconds", b"host_quick_seconds", "host_seconds", b"host_seconds", "identity", b"identity", "input_seconds", b"input_seconds", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "optimizer_seconds", b"optimizer_seconds", "other_seconds", b"other_seconds", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "ranges", b"ranges", "run_ahead_seconds", b"run_ahead_seconds", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "collectives", b"collectives", "end_unix_nanos", b"end_unix_nanos", "figures", b"figures", "gpu", b"gpu", "groups", b"groups", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "ranges", b"ranges", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__backward_seconds: _TypeAlias = _typing.Literal["backward_seconds"]  # noqa: Y015
-    _WhichOneofArgType__backward_seconds: _TypeAlias = _typing.Literal["_backward_seconds", b"_backward_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__checkpoint_seconds: _TypeAlias = _typing.Literal["checkpoint_seconds"]  # noqa: Y015
-    _WhichOneofArgType__checkpoint_seconds: _TypeAlias = _typing.Literal["_checkpoint_seconds", b"_checkpoint_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__communication_seconds: _TypeAlias = _typing.Literal["communication_seconds"]  # noqa: Y015
-    _WhichOneofArgType__communication_seconds: _TypeAlias = _typing.Literal["_communication_seconds", b"_communication_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__forward_seconds: _TypeAlias = _typing.Literal["forward_seconds"]  # noqa: Y015
-    _WhichOneofArgType__forward_seconds: _TypeAlias = _typing.Literal["_forward_seconds", b"_forward_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__host_gained_steps: _TypeAlias = _typing.Literal["host_gained_steps"]  # noqa: Y015
-    _WhichOneofArgType__host_gained_steps: _TypeAlias = _typing.Literal["_host_gained_steps", b"_host_gained_steps"]  # noqa: Y015
-    _WhichOneofReturnType__host_quick_seconds: _TypeAlias = _typing.Literal["host_quick_seconds"]  # noqa: Y015
-    _WhichOneofArgType__host_quick_seconds: _TypeAlias = _typing.Literal["_host_quick_seconds", b"_host_quick_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__host_seconds: _TypeAlias = _typing.Literal["host_seconds"]  # noqa: Y015
-    _WhichOneofArgType__host_seconds: _TypeAlias = _typing.Literal["_host_seconds", b"_host_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__input_seconds: _TypeAlias = _typing.Literal["input_seconds"]  # noqa: Y015
-    _WhichOneofArgType__input_seconds: _TypeAlias = _typing.Literal["_input_seconds", b"_input_seconds"]  # noqa: Y015
     _WhichOneofReturnType__last_step_unix_nanos: _TypeAlias = _typing.Literal["last_step_unix_nanos"]  # noqa: Y015
     _WhichOneofArgType__last_step_unix_nanos: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos"]  # noqa: Y015
-    _WhichOneofReturnType__mfu_ratio: _TypeAlias = _typing.Literal["mfu_ratio"]  # noqa: Y015
-    _WhichOneofArgType__mfu_ratio: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio"]  # noqa: Y015
     _WhichOneofReturnType__model_flops_per_step: _TypeAlias = _typing.Literal["model_flops_per_step"]  # noqa: Y015
     _WhichOneofArgType__model_flops_per_step: _TypeAlias = _typing.Literal["_model_flops_per_step", b"_model_flops_per_step"]  # noqa: Y015
     _WhichOneofReturnType__nccl_cost_ratio: _TypeAlias = _typing.Literal["nccl_cost_ratio"]  # noqa: Y015
     _WhichOneofArgType__nccl_cost_ratio: _TypeAlias = _typing.Literal["_nccl_cost_ratio", b"_nccl_cost_ratio"]  # noqa: Y015
-    _WhichOneofReturnType__optimizer_seconds: _TypeAlias = _typing.Literal["optimizer_seconds"]  # noqa: Y015
-    _WhichOneofArgType__optimizer_seconds: _TypeAlias = _typing.Literal["_optimizer_seconds", b"_optimizer_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__other_seconds: _TypeAlias = _typing.Literal["other_seconds"]  # noqa: Y015
-    _WhichOneofArgType__other_seconds: _TypeAlias = _typing.Literal["_other_seconds", b"_other_seconds"]  # noqa: Y015
     _WhichOneofReturnType__peak_flops_per_second: _TypeAlias = _typing.Literal["peak_flops_per_second"]  # noqa: Y015
     _WhichOneofArgType__peak_flops_per_second: _TypeAlias = _typing.Literal["_peak_flops_per_second", b"_peak_flops_per_second"]  # noqa: Y015
-    _WhichOneofReturnType__run_ahead_seconds: _TypeAlias = _typing.Literal["run_ahead_seconds"]  # noqa: Y015
-    _WhichOneofArgType__run_ahead_seconds: _TypeAlias = _typing.Literal["_run_ahead_seconds", b"_run_ahead_seconds"]  # noqa: Y015
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
     _WhichOneofReturnType__steps_lost: _TypeAlias = _typing.Literal["steps_lost"]  # noqa: Y015
     _WhichOneofArgType__steps_lost: _TypeAlias = _typing.Literal["_steps_lost", b"_steps_lost"]  # noqa: Y015
     _WhichOneofReturnType__steps_total: _TypeAlias = _typing.Literal["steps_total"]  # noqa: Y015
     _WhichOneofArgType__steps_total: _TypeAlias = _typing.Literal["_steps_total", b"_steps_total"]  # noqa: Y015
-    _WhichOneofReturnType__tokens_per_step: _TypeAlias = _typing.Literal["tokens_per_step"]  # noqa: Y015
-    _WhichOneofArgType__tokens_per_step: _TypeAlias = _typing.Literal["_tokens_per_step", b"_tokens_per_step"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__backward_seconds) -> _WhichOneofReturnType__backward_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_seconds) -> _WhichOneofReturnType__checkpoint_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__communication_seconds) -> _WhichOneofReturnType__communication_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__forward_seconds) -> _WhichOneofReturnType__forward_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_gained_steps) -> _WhichOneofReturnType__host_gained_steps | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_quick_seconds) -> _WhichOneofReturnType__host_quick_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_seconds) -> _WhichOneofReturnType__host_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_seconds) -> _WhichOneofReturnType__input_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_step_unix_nanos) -> _WhichOneofReturnType__last_step_unix_nanos | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mfu_ratio) -> _WhichOneofReturnType__mfu_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model_flops_per_step) -> _WhichOneofReturnType__model_flops_per_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nccl_cost_ratio) -> _WhichOneofReturnType__nccl_cost_ratio | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__optimizer_seconds) -> _WhichOneofReturnType__optimizer_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__other_seconds) -> _WhichOneofReturnType__other_seconds | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__peak_flops_per_second) -> _WhichOneofReturnType__peak_flops_per_second | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__run_ahead_seconds) -> _WhichOneofReturnType__run_ahead_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps_lost) -> _WhichOneofReturnType__steps_lost | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps_total) -> _WhichOneofReturnType__steps_total | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_step) -> _WhichOneofReturnType__tokens_per_step | None: ...
 
 Global___RankWindow: _TypeAlias = RankWindow  # noqa: Y015

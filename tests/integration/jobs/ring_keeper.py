@@ -52,8 +52,13 @@ class Keeper(Trick):
         self.memory = self.ring._memory
 
     def step(self) -> None:
-        causes = (0.0, 0.001, 0.001, 0.0)
-        self.ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), (*causes, *[float("nan")] * 8), 0, 1)
+        seconds = {
+            "input_seconds": 0.0,
+            "blocking_seconds": 0.001,
+            "optimizer_seconds": 0.001,
+            "checkpoint_seconds": 0.0,
+        }
+        self.ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), seconds, 0, 1)
         self.ring.write_live((-1, -1, -1, -1), (-1, -1))
 
 

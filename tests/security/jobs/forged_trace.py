@@ -12,7 +12,6 @@ from rankscope.probe.ring import Ring
 
 STEP_SECONDS = 0.02
 SEALS = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_WRITE | ring_layout.F_SEAL_SEAL
-NAN = float("nan")
 
 trace = os.memfd_create(ring_layout.TRACE_NAME, os.MFD_ALLOW_SEALING)
 os.truncate(trace, max(0, int(sys.argv[1])))
@@ -24,7 +23,8 @@ mark = bytes(4)
 print("stepping", flush=True)
 while True:
     time.sleep(STEP_SECONDS)
-    ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), (0.0, 0.0, 0.001, 0.0, *[NAN] * 8), 0, 1)
+    seconds = {"input_seconds": 0.0, "blocking_seconds": 0.0, "optimizer_seconds": 0.001, "checkpoint_seconds": 0.0}
+    ring.append(time.monotonic_ns(), int(STEP_SECONDS * 1e9), seconds, 0, 1)
     if ring.command_mark() != mark:
         mark = ring.command_mark()
         command = read_command(ring, mark)

@@ -81,7 +81,7 @@ class StallingJob:
                 statistics = statistics_of(column)
                 if statistics is not None:
                     getattr(window, f"{name}_seconds").CopyFrom(statistics)
-            window.checkpoint_seconds = float(checkpoint.mean()) if len(checkpoint) else 0.0
+            window.figures["checkpoint_seconds"] = float(checkpoint.mean()) if len(checkpoint) else 0.0
             window.process.starved_seconds = self.starved_seconds * len(stalls)
             table = window_columns([window], make.span())
             read = columns(unpack(table.names, table.values, 1))[:, 0].tolist()

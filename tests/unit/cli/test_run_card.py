@@ -145,8 +145,8 @@ def test_numbers_are_whole_without_a_terminal_and_on_narrow_ones(width: int | No
     long = state(slow(1, 5.0, cause), 1.0, step_seconds=1234567.8910)
     for window in long.windows:
         window.identity.pid = 4194303
-        window.wait_seconds.mean, window.input_seconds, window.run_ahead_seconds = 987654.3, 1000.5, 2000.5
-        window.gpu.gpus, window.mfu_ratio = 1, 0.5
+        window.wait_seconds.mean, window.gpu.gpus = 987654.3, 1
+        window.figures.update({"input_seconds": 1000.5, "run_ahead_seconds": 2000.5, "mfu_ratio": 0.5})
     job.add(long)
     console = Terminal(file=io.StringIO(), width=width)
     console.print(card([job], 60.0, probe=True, columns=console.columns))

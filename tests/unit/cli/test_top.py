@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import grpc
 import msgspec
@@ -36,9 +35,7 @@ def window(rank: int, *, node: str = "gpu-1", step_ms: float | None = None, wait
         start_unix_nanos=0,
         end_unix_nanos=2_000_000_000,
         wait_seconds=StepStatistics(mean=wait_ms / 1000),
-        input_seconds=0.0123,
-        mfu_ratio=0.41,
-        run_ahead_seconds=0.02,
+        figures={"input_seconds": 0.0123, "mfu_ratio": 0.41, "run_ahead_seconds": 0.02},
         process=ProcessUsage(cpu_seconds=1.9, throttled_seconds=1),
         gpu=GpuUsage(gpus=1, utilization_ratio=0.97, tensor_active_ratio=0.5),
         stacks=StackSummary(samples=4, phase_shares={"forward": 0.8}),
@@ -189,8 +186,8 @@ def test_a_slow_rank_shows_what_proves_its_cause() -> None:
 def test_json_agrees_with_the_console_api_on_runs_and_ranks(server: Server, address: str, capsys: Output) -> None:
     played = Played()
     played.tick(ranks=2, window=window(0, step_ms=100))
-    compared = {1: (0.07, 0.03)}  # known from the comparison of ranks only
-    played.evaluate(replace(played.view().state, self_and_wait_seconds=compared, evaluated_unix_seconds=played.now + 2))
+    played.now += 2
+    played.compare({1: (0.07, 0.03)})
     server.jobs = [job_status(played.view().state)]
     assert main(["top", "--once", "--json", "--connect", address]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]

@@ -12,22 +12,6 @@ from rankscope.probe import ring_layout
 from rankscope.probe.ring import Ring
 
 MS = 1_000_000
-RECORD_NAMES = (
-    "sequence",
-    "end_ns",
-    "span_ns",
-    "input",
-    "blocking",
-    "optimizer",
-    "checkpoint",
-    *"fbco",
-    "host",
-    "run_ahead",
-    "exposed",
-    "backward",
-    "flags",
-    "steps",
-)
 HEADER_NAMES = ("magic", "version", "header_bytes", "record_bytes", "capacity", "owner_pid", "ring_id")
 NAN4 = (float("nan"),) * 4
 ME = RankProcess(
@@ -64,13 +48,24 @@ class Writer:
         """`device`: the host's time, its run-ahead, and exposed communication."""
         span_ns = int(milliseconds * MS)
         self.end_ns += span_ns
-        self.ring.append(self.end_ns, span_ns, (input_, blocking, 0.001, 0.0, *ddp, *device, backward), flags, steps)
+        seconds = {
+            "input_seconds": input_,
+            "blocking_seconds": blocking,
+            "optimizer_seconds": 0.001,
+            "checkpoint_seconds": 0.0,
+            "in_backward_seconds": backward,
+            **dict(zip(ring_layout.DDP_SECONDS, ddp, strict=True)),
+            **dict(zip(("host_seconds", "run_ahead_seconds", "exposed_seconds"), device, strict=True)),
+        }
+        self.ring.append(self.end_ns, span_ns, seconds, flags, steps)
 
     def rewrite(self, number: int, **changes: float) -> None:
         """Record `number` with other values and a right checksum."""
-        names = RECORD_NAMES
         offset = ring_layout.HEADER_BYTES + (number - 1) % ring_layout.CAPACITY * ring_layout.RECORD_BYTES
-        values = dict(zip(names, ring_layout.RECORD.unpack_from(self.write, offset), strict=True)) | changes
+        values = (
+            dict(zip(ring_layout.RECORD.formats, ring_layout.RECORD.unpack_from(self.write, offset), strict=True))
+            | changes
+        )
         body = ring_layout.RECORD.pack(*values.values())
         self.write[offset : offset + ring_layout.RECORD_BYTES] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
 

@@ -145,7 +145,7 @@ def test_groups_are_rows_of_seven_numbers_in_a_window() -> None:
     window = window_of(with_groups(make.steps(0.1, host=[0.01]), ring_layout.GROUP_EXPOSED, ring_layout.GROUP_DDP))
     told = [[value for _, value in group.ListFields()] for group in window.groups]
     assert told == [[7, 4, 2, 1, 3, 0.02, 0.1], [8, 4, 2, 4, 3, 0.02, 0.1]]
-    assert window.host_seconds == 0.01
+    assert window.figures["host_seconds"] == 0.01
     assert not window_of(make.steps(0.1)).groups
 
 

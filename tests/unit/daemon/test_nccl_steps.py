@@ -94,7 +94,7 @@ def test_nccls_times_take_the_place_of_the_probes(writer: Writer, nccl: NcclWrit
     made = window_of(sample)
     assert made.wait_source == "NCCL"
     assert made.nccl_cost_ratio == pytest.approx(0.0015)
-    assert made.tokens_per_step == 512.0
+    assert made.figures["tokens_per_step"] == 512.0
 
 
 def test_bandwidth_and_bytes_of_a_group_reach_the_window(writer: Writer, nccl: NcclWriter) -> None:

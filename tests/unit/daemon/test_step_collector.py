@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rankscope.daemon.steps import ring_reader
 from rankscope.daemon.steps.collector import WARM_UP_STEPS, StepsCollector
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import ring_layout
@@ -76,10 +78,10 @@ def test_the_hosts_pace_counts_after_the_first_steps(writer: Writer, collector: 
             writer.step(50, flags=ring_layout.FLAG_DEVICE, device=(host / 1e3, 0.4, 0.0))
         return assemble(ME, "node", window(), 1, RankSamples(steps=sample_of(collector)), lambda _: None)
 
-    assert not run(*[50] * WARM_UP_STEPS).HasField("host_quick_seconds")
+    assert "host_quick_seconds" not in run(*[50] * WARM_UP_STEPS).figures
     found = run(*[50] * 40, 450, *[4] * 8, *[50] * 10)
-    assert found.host_quick_seconds == pytest.approx(0.004)
-    assert found.host_gained_steps == pytest.approx(7, abs=1)
+    assert found.figures["host_quick_seconds"] == pytest.approx(0.004)
+    assert found.figures["host_gained_steps"] == pytest.approx(7, abs=1)
 
 
 def test_on_a_device_only_sampled_steps_give_the_wait(writer: Writer, collector: StepsCollector) -> None:
@@ -150,7 +152,7 @@ def test_facts_and_counters_arrive(writer: Writer, collector: StepsCollector) ->
     assert sample.facts.rank == 3
     assert sample.facts.model_flops_per_step == 1e15
     assert sample.facts.device_name == "H200 " + "x" * 122 + "…"
-    assert (sample.allocated_bytes, sample.peak_allocated_bytes, sample.device_total_bytes) == (1, 3, None)
+    assert sample.memory == {"allocated_bytes": 1, "reserved_bytes": 2, "peak_allocated_bytes": 3}
     assert (sample.collectives_enqueued, sample.collectives_completed) == (7, 6)
 
 
@@ -197,3 +199,16 @@ def test_a_long_step_that_ddp_did_not_measure(
     found = sample_of(collector).long_steps
     assert found is not None and found.steps == 1
     assert found.waited_seconds == waited_seconds
+
+
+def test_a_record_is_read_by_the_names_it_was_written_by(writer: Writer) -> None:
+    written = {name: 0.5 + place for place, name in enumerate(ring_layout.SECONDS)}
+    writer.ring.append(7, 5, written, flags=3, steps=2)
+    records, whole = ring_reader.read_records(writer.ring._fd, 1, 1)
+    assert whole.all() and {name: float(records[name][0]) for name in ring_layout.SECONDS} == written
+    assert [int(records[name][0]) for name in ("sequence", "end_ns", "span_ns", "flags", "steps")] == [1, 7, 5, 3, 2]
+
+
+def test_seconds_that_a_record_does_not_have_raise(writer: Writer) -> None:
+    with pytest.raises(struct.error):
+        writer.ring.append(7, 5, {"idle_seconds": 1.0}, flags=0, steps=1)

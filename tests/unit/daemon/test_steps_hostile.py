@@ -64,10 +64,10 @@ def test_a_record_that_cannot_be_true_is_refused(
 def test_absurd_seconds_in_a_record_are_dropped_or_clipped(writer: Writer, collector: StepsCollector) -> None:
     for _ in range(4):
         writer.step(10)
-    writer.rewrite(1, input=-1.0)
-    writer.rewrite(2, input=float("inf"))
-    writer.rewrite(3, input=1e6)
-    writer.rewrite(4, input=5.0)
+    writer.rewrite(1, input_seconds=-1.0)
+    writer.rewrite(2, input_seconds=float("inf"))
+    writer.rewrite(3, input_seconds=1e6)
+    writer.rewrite(4, input_seconds=5.0)
     seconds = sample_of(collector).input_seconds
     assert np.isnan(seconds[:3]).all()
     assert seconds[3] == pytest.approx(0.01)
@@ -211,9 +211,10 @@ def test_a_process_that_dies_while_being_read_disturbs_nobody(writer: Writer, co
 
 def test_a_writer_at_full_speed_never_yields_a_torn_record(collector: StepsCollector) -> None:
     code = (
-        "import sys, time; from rankscope.probe.ring import Ring; r = Ring(); print(1, flush=True)\n"
+        "import time; from rankscope.probe.ring import Ring; from rankscope.probe.ring_layout import SECONDS\n"
+        "r = Ring(); print(1, flush=True)\n"
         "i, t = 0, time.monotonic_ns()\n"
-        "while True: i += 1; s = (i % 1000 + 1) * 1000; r.append(t, s, (s * 1e-9,) * 12, 0, 1)"
+        "while True: i += 1; s = (i % 1000 + 1) * 1000; r.append(t, s, dict.fromkeys(SECONDS, s * 1e-9), 0, 1)"
     )
     running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert running.stdout is not None

@@ -26,7 +26,7 @@ def test_figures_of_sampled_steps_represent_the_whole_window() -> None:
     sample = make.steps(0.5, 0.5, 0.5, 0.5, wait=[0.1, NAN, 0.3, NAN], optimizer=[0.05, 0.05, 0.05, 0.05])
     window = window_of(RankSamples(sample))
     assert (window.wait_seconds.mean, window.self_seconds.mean) == pytest.approx((0.2, 0.3))
-    assert window.optimizer_seconds == pytest.approx(0.05)
+    assert window.figures["optimizer_seconds"] == pytest.approx(0.05)
     assert window.self_seconds.p50 == pytest.approx(0.3)
     assert window.wait_seconds.max == pytest.approx(0.3)
     assert window.step_seconds.p50 == pytest.approx(0.5)
@@ -35,7 +35,7 @@ def test_figures_of_sampled_steps_represent_the_whole_window() -> None:
 @pytest.mark.parametrize("wait", [[0.1, NAN, 0.1, NAN], [NAN, 0.1, NAN, 0.1]])
 def test_own_work_includes_checkpoints_of_unsampled_steps(wait: list[float]) -> None:
     window = window_of(RankSamples(make.steps(0.5, 8.5, 0.5, 0.5, wait=wait, checkpoint=[0.0, 8.0, 0.0, 0.0])))
-    assert window.checkpoint_seconds == pytest.approx(2.0)
+    assert window.figures["checkpoint_seconds"] == pytest.approx(2.0)
     assert window.self_seconds.mean == pytest.approx(2.4)
 
 
@@ -49,8 +49,7 @@ def test_own_work_is_never_longer_than_the_step() -> None:
 def test_an_unmeasured_phase_is_absent_and_not_zero() -> None:
     window = window_of(RankSamples(make.steps(0.5, 0.5, input=[0.0, 0.0])))
     measured = {field.name for field, _ in window.ListFields() if field.name.endswith("_seconds")}
-    assert measured == {"step_seconds", "input_seconds"}
-    assert window.input_seconds == 0
+    assert measured == {"step_seconds"} and window.figures == {"input_seconds": 0.0}
     assert "self_seconds" not in window.sources
     assert window.sources["step_seconds"] == SOURCE_PROBE
 
@@ -58,11 +57,11 @@ def test_an_unmeasured_phase_is_absent_and_not_zero() -> None:
 def test_other_is_what_remains_of_self_and_needs_every_part() -> None:
     parts = {"forward": [0.2], "backward": [0.3], "optimizer": [0.1], "checkpoint": [0.0]}
     complete = window_of(RankSamples(make.steps(1.0, wait=[0.1], input=[0.05], **parts)))
-    assert complete.other_seconds == pytest.approx(0.25)
+    assert complete.figures["other_seconds"] == pytest.approx(0.25)
     without_input = window_of(RankSamples(make.steps(1.0, wait=[0.1], **parts)))
-    assert not without_input.HasField("other_seconds")
+    assert "other_seconds" not in without_input.figures
     overlapping = window_of(RankSamples(make.steps(1.0, wait=[0.9], input=[0.05], **parts)))
-    assert overlapping.other_seconds == 0
+    assert overlapping.figures["other_seconds"] == 0
 
 
 def test_a_window_without_an_ended_step_has_no_step_time() -> None:
@@ -76,11 +75,11 @@ def test_a_window_without_an_ended_step_has_no_step_time() -> None:
 
 def test_mfu_uses_the_declared_peak_and_else_the_device() -> None:
     declared = ProbeFacts(model_flops_per_step=4e14, peak_flops_per_second=2e15, device_name="H200")
-    assert window_of(RankSamples(make.steps(0.5, 0.5, facts=declared))).mfu_ratio == pytest.approx(0.4)
+    assert window_of(RankSamples(make.steps(0.5, 0.5, facts=declared))).figures["mfu_ratio"] == pytest.approx(0.4)
     by_device = ProbeFacts(model_flops_per_step=4e14, device_name="H200")
-    assert window_of(RankSamples(make.steps(0.5, 1.5, facts=by_device))).mfu_ratio == pytest.approx(0.4)
+    assert window_of(RankSamples(make.steps(0.5, 1.5, facts=by_device))).figures["mfu_ratio"] == pytest.approx(0.4)
     unknown = ProbeFacts(model_flops_per_step=4e14, device_name="abacus")
-    assert not window_of(RankSamples(make.steps(0.5, facts=unknown))).HasField("mfu_ratio")
+    assert "mfu_ratio" not in window_of(RankSamples(make.steps(0.5, facts=unknown))).figures
 
 
 def test_an_impossible_mfu_is_a_problem_with_its_correction() -> None:
@@ -91,7 +90,7 @@ def test_an_impossible_mfu_is_a_problem_with_its_correction() -> None:
 
 
 def test_memory_that_no_device_has_is_not_a_measurement() -> None:
-    assert not window_of(RankSamples(make.steps(0.5, allocated_bytes=2**70))).HasField("memory")
+    assert not window_of(RankSamples(make.steps(0.5, memory={"allocated_bytes": 2**70}))).HasField("memory")
 
 
 def test_quota_and_run_queue_are_not_counted_twice() -> None:
@@ -112,7 +111,7 @@ def test_quantiles_are_those_of_numpy() -> None:
 
 
 def test_coordinates_and_memory_come_from_the_probe() -> None:
-    sample = make.steps(0.5, facts=ProbeFacts(pipeline=1, data=0), allocated_bytes=5)
+    sample = make.steps(0.5, facts=ProbeFacts(pipeline=1, data=0), memory={"allocated_bytes": 5})
     window = window_of(RankSamples(sample))
     assert window.identity.coordinates.pipeline == 1
     assert window.identity.coordinates.HasField("data")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rankscope.analysis.profiles.frames import Frame
+from rankscope.analysis.verdicts.figures import OF_STEPS
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.discovery.ranks import Discovered
@@ -24,14 +25,11 @@ from rankscope.daemon.samples import (
     StackSample,
     StallDump,
     StepSample,
+    self_seconds,
 )
 
 START = 1_700_000_000_000_000_000  # a multiple of the default window
 SECOND = 1_000_000_000
-COLUMNS = (
-    *("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint"),
-    *("host", "run_ahead"),
-)
 
 
 def span(index: int = 0, seconds: float = 2.0) -> Span:
@@ -52,19 +50,21 @@ def steps(
     last_step_unix_nanos: int | None = START + SECOND,
     facts: ProbeFacts | None = None,
     collectives: tuple[int, int] | None = None,
-    allocated_bytes: int | None = None,
+    memory: Mapping[str, int] | None = None,
     **columns: Sequence[float],
 ) -> StepSample:
     """Columns by name, one value per step; what is not named was not measured."""
     nothing = [np.nan] * len(step_seconds)
-    filled: dict[str, Column] = {f"{name}_seconds": np.array(columns.get(name, nothing), float) for name in COLUMNS}
+    values = {name: columns.get(name.removesuffix("_seconds"), nothing) for name in OF_STEPS}
+    filled: dict[str, Column] = {name: np.array(column, float) for name, column in values.items()}
+    filled["step_seconds"] = np.array(step_seconds, float)
+    filled["self_seconds"] = self_seconds(filled["step_seconds"], filled["wait_seconds"])
     return StepSample(
         steps_total=len(step_seconds) if steps_total is None else steps_total,
         steps_lost=0,
         last_step_unix_nanos=last_step_unix_nanos,
-        step_seconds=np.array(step_seconds, float),
         facts=facts or ProbeFacts(),
-        allocated_bytes=allocated_bytes,
+        memory=memory or {},
         collectives_enqueued=collectives[0] if collectives else None,
         collectives_completed=collectives[1] if collectives else None,
         **filled,

@@ -17,8 +17,6 @@ from rankscope.probe.failure import switch
 from rankscope.probe.torch_timers import LAST_END, STEPS, Tally
 from tests.unit.probe.fake_cuda import MS, FakeCuda
 
-SECONDS = ("input", "blocking", "optimizer", "checkpoint", *"fbco", "host", "run_ahead", "exposed", "backward")
-
 
 class Group:
     """A process group of four whose collectives end when `others_ns`, and the transfer, allow."""
@@ -72,9 +70,8 @@ class Job:
         self.records: list[dict[str, float]] = []
         self.device = DeviceSteps(self.spans.clock, self.spans, self._write)
 
-    def _write(self, end_ns: int, span_ns: int, seconds: Any, flags: int, steps: int) -> None:
-        named = dict(zip(SECONDS, seconds, strict=True))
-        self.records.append({"end": end_ns / MS, "span": span_ns / MS, "steps": steps, "flags": flags, **named})
+    def _write(self, end_ns: int, span_ns: int, seconds: dict[str, float], flags: int, steps: int) -> None:
+        self.records.append({"end": end_ns / MS, "span": span_ns / MS, "steps": steps, "flags": flags, **seconds})
 
     def border(self) -> None:
         self.tally.ledger[STEPS] += 1
@@ -99,8 +96,8 @@ def test_a_step_takes_its_device_time_despite_an_early_host(job: Job) -> None:
         job.cuda.pass_time(4.0 if number < 20 else 58.0)  # until the queue is full
         job.border()
     assert job.median("span") == pytest.approx(58.0)
-    assert job.median("host") == pytest.approx(58.0, abs=0.1)
-    assert job.median("run_ahead") == pytest.approx(20 * 54.0, rel=0.1)
+    assert job.median("host_seconds") == pytest.approx(58.0, abs=0.1)
+    assert job.median("run_ahead_seconds") == pytest.approx(20 * 54.0, rel=0.1)
     assert all(record["flags"] & ring_layout.FLAG_DEVICE for record in job.records)
 
 
@@ -113,7 +110,7 @@ def test_a_late_host_is_never_ahead(job: Job) -> None:
         job.cuda.main.enqueue(5.0)
         job.border()
     assert job.median("span") == pytest.approx(60.0)
-    assert job.median("run_ahead") <= 6.0
+    assert job.median("run_ahead_seconds") <= 6.0
 
 
 def test_a_step_unfinished_on_the_device_is_not_recorded(job: Job) -> None:
@@ -142,7 +139,7 @@ def test_the_rank_that_others_wait_for_has_the_shortest_spans(monkeypatch: pytes
         assert (slot.size, slot.position, slot.kind) == (4, 2, ring_layout.GROUP_EXPOSED)
         slots.append(slot)
         assert job.median("span") == pytest.approx(75.0)
-        assert job.median("exposed") == pytest.approx(slot.seconds / slot.samples * 1000)
+        assert job.median("exposed_seconds") == pytest.approx(slot.seconds / slot.samples * 1000)
     victim, culprit = (slot.seconds / slot.samples * 1000 for slot in slots)
     assert victim == pytest.approx(65.0)
     assert culprit == pytest.approx(5.0)
@@ -186,7 +183,7 @@ def test_what_another_stream_waits_is_not_taken_for_exposed(job: Job) -> None:
         job.border()
     (slot,) = [slot for slot in job.spans.groups.slots.values() if slot.samples > 5]
     assert slot.kind == ring_layout.GROUP_OVERLAPPED
-    assert job.records[-5]["exposed"] != job.records[-5]["exposed"]
+    assert job.records[-5]["exposed_seconds"] != job.records[-5]["exposed_seconds"]
 
 
 def test_events_are_neither_recorded_nor_queried_during_graph_capture(job: Job) -> None:

@@ -150,7 +150,7 @@ class Clock:
 
 
 def seconds_of(times: RangeTimes) -> dict[str, float]:
-    return {RANGE.unpack(RANGE.pack(*row))[0].rstrip(b"\0").decode(): row[2] for row in times.rows()}
+    return {RANGE.unpack_from(RANGE.pack(*row))[0].rstrip(b"\0").decode(): row[2] for row in times.rows()}
 
 
 def test_a_nested_range_takes_its_time_from_the_outer() -> None:

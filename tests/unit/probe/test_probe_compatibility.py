@@ -46,7 +46,7 @@ def test_the_ring_and_the_parsing_work_on_python_3_9(tmp_path: Path) -> None:
         "assert 'rankscope.probe.bootstrap' in sys.modules\n"
         "from rankscope.probe import ring, declaration, session, torch_hooks, step, declare\n"
         "step(); declare(params='7B')\n"
-        "r = ring.Ring(); r.append(2, 1, (0,) * 12, 0, 1); r.write_facts({'rank': 1})\n"
+        "r = ring.Ring(); r.append(2, 1, {'input_seconds': 0}, 0, 1); r.write_facts({'rank': 1})\n"
         "assert declaration.coordinates('P', 'pp=2,dp=2', 3, 4) == {'pipeline': 1, 'data': 1}\n"
         "print(os.readlink('/proc/self/fd/%d' % r._fd))\n"
     )

@@ -7,38 +7,26 @@ have caught up with nothing to wait for: where ranks do not meet in every step, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints, grouped_max, number_groups
+from rankscope.analysis.verdicts.figures import WindowFigures
 from rankscope.analysis.verdicts.thresholds import FIXED
 
 
-@dataclass(frozen=True)
-class HostFigures:
-    """A value per rank; seconds and what is gained are those of a step."""
-
-    step_seconds: Floats
-    host_seconds: Floats
-    run_ahead_seconds: Floats
-    quick_seconds: Floats
-    gained_steps: Floats
-
-
 @np.errstate(all="ignore")
-def own_pace(hosts: HostFigures, self_seconds: Floats, job: Ints) -> Floats:
+def own_pace(hosts: WindowFigures, job: Ints) -> Floats:
     """Seconds that the host needs for a step, at most those of the step; NaN where it is not known.
 
     Only the quickest steps of a host that is ahead are its own. By how much the others differ shows the slowest rank of
     the job, whose host is not ahead."""
     number, count = number_groups(job)
-    is_slowest = self_seconds == grouped_max(self_seconds, number, count)[number]
+    is_slowest = hosts.self_seconds == grouped_max(hosts.self_seconds, number, count)[number]
     shows = is_slowest & (hosts.run_ahead_seconds < FIXED.host_not_ahead_steps * hosts.step_seconds)
-    ratio = np.clip(hosts.host_seconds / hosts.quick_seconds, 1.0, FIXED.host_varied_ratio)
+    ratio = np.clip(hosts.host_seconds / hosts.host_quick_seconds, 1.0, FIXED.host_varied_ratio)
     ratio = grouped_max(np.where(shows, ratio, np.nan), number, count)[number]
     ratio = np.where(np.isnan(ratio), FIXED.host_usual_ratio, ratio)
-    pace = np.minimum(hosts.quick_seconds * ratio, hosts.step_seconds)
-    is_quick = hosts.quick_seconds < FIXED.host_quick_ratio * hosts.step_seconds
-    is_own = is_quick & (hosts.gained_steps >= FIXED.host_gained_steps)
+    pace = np.minimum(hosts.host_quick_seconds * ratio, hosts.step_seconds)
+    is_quick = hosts.host_quick_seconds < FIXED.host_quick_ratio * hosts.step_seconds
+    is_own = is_quick & (hosts.host_gained_steps >= FIXED.host_gained_steps)
     return np.where(is_own, pace, np.nan)

@@ -12,23 +12,21 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints
 from rankscope.analysis.verdicts import figures
-from rankscope.analysis.verdicts.figures import MAX_COUNT, MAX_STEP_SECONDS
+from rankscope.analysis.verdicts.figures import MAX_COUNT, MAX_STEP_SECONDS, OF_RULES, WindowFigures
 
 # Process groups of a rank that are sent, and what is sent of each.
 GROUPS = 8
 GROUP_FIGURES = {"number": MAX_COUNT, **dict.fromkeys(("kind", "seconds", "step_seconds"), MAX_STEP_SECONDS)}
-_MAXIMUM = {figure.name: figure.maximum for figure in figures.FIGURES.values()} | {
+_MAXIMUM = {name: figure.maximum for name, figure in figures.FIGURES.items()} | {
     f"group{number}_{name}": maximum for number in range(GROUPS) for name, maximum in GROUP_FIGURES.items()
 }
 FIGURES = tuple(_MAXIMUM)
-# The rows of the table that rules read.
-RULE_FIGURES = tuple(figure.name for figure in figures.OF_RULES)
 
 MIN_STEP_SECONDS = 1e-9
 MAX_NAMES_CHARACTERS = 16 << 10
 _MAXIMA = np.array([[maximum] for maximum in _MAXIMUM.values()])
 _PLACE = {name: place for place, name in enumerate(FIGURES)}
-_OF_STEPS = [_PLACE[name] for name in RULE_FIGURES if name != "steps"]
+_OF_STEPS = [_PLACE[name] for name in OF_RULES if name != "steps"]
 _ROW_BYTES = 8 * len(FIGURES)
 
 
@@ -77,3 +75,13 @@ def columns(rows: Sequence[bytes]) -> Floats:
         has_steps = (table[_PLACE["steps"]] > 0) & (table[_PLACE["step_seconds"]] >= MIN_STEP_SECONDS)
     table[np.ix_(_OF_STEPS, ~has_steps)] = np.nan
     return table
+
+
+def by_name(table: Floats) -> WindowFigures:
+    """The figures of what `columns` returned, as views: to set a value in one sets it in the table."""
+    return WindowFigures(*table[: len(figures.FIGURES)])
+
+
+def of_groups(table: Floats) -> Floats:
+    """The same, of process groups: by group, figure and rank."""
+    return table[len(figures.FIGURES) :].reshape(GROUPS, len(GROUP_FIGURES), table.shape[1])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, Ints
+from rankscope.analysis.stats.robust import Floats, Ints
+from rankscope.analysis.verdicts.figures import OF_RULES, RuleFigures
 from rankscope.analysis.verdicts.network import NodeNetwork
 
 # Phases of self time, in the order in which a step goes through them.
@@ -25,44 +26,17 @@ def step_phase(stack_phase: str) -> str:
     return "backward" if stack_phase == BACKWARD_CODE else stack_phase
 
 
-@dataclass(frozen=True, slots=True)
-class RankColumns:
-    """A row per rank; seconds are per step. NaN means that it was not measured. After the keys, the figures of rules
-    (figures.py)."""
+@dataclass(frozen=True)
+class RankColumns(RuleFigures):
+    """A row per rank; seconds are per step. NaN means that it was not measured."""
 
     job: Ints
     rank: Ints
     stage: Ints  # −1 where not known
     place: Ints  # a number per node (or pod): equal numbers share their fate
-    steps: Floats
-    step_seconds: Floats
-    self_seconds: Floats
-    wait_seconds: Floats
-    transfer_seconds: Floats
-    self_steps: Floats
-    self_spread_ratio: Floats
-    input_seconds: Floats
-    forward_seconds: Floats
-    backward_seconds: Floats
-    optimizer_seconds: Floats
-    checkpoint_seconds: Floats
-    other_seconds: Floats
-    starved_seconds: Floats
-    host_seconds: Floats
-    run_ahead_seconds: Floats
-    mfu_ratio: Floats
-    long_seconds: Floats
-    late_seconds: Floats
-    long_ratio: Floats
-    late_ratio: Floats
-    late_ahead_seconds: Floats
-    tokens_per_step: Floats
 
     def __len__(self) -> int:
         return len(self.rank)
-
-    def take(self, rows: Ints | Bools | slice) -> RankColumns:
-        return RankColumns(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @property
     def usual_step_seconds(self) -> Floats:
@@ -75,14 +49,9 @@ class RankColumns:
 
 def columns_of(rows: Sequence[Mapping[str, float]]) -> RankColumns:
     """Columns from one mapping per rank; what a row does not name was not measured."""
-    integers = {"job": 0, "rank": 0, "stage": -1, "place": 0}
-    made: dict[str, Any] = {}
-    for column in fields(RankColumns):
-        if column.name in integers:
-            default = integers[column.name]
-            made[column.name] = np.array([int(row.get(column.name, default)) for row in rows], dtype=np.int64)
-        else:
-            made[column.name] = np.array([row.get(column.name, np.nan) for row in rows], dtype=np.float64)
+    keys = {"job": 0, "rank": 0, "stage": -1, "place": 0}
+    made: dict[str, Any] = {name: np.array([row.get(name, np.nan) for row in rows], np.float64) for name in OF_RULES}
+    made |= {name: np.array([int(row.get(name, key)) for row in rows], np.int64) for name, key in keys.items()}
     return RankColumns(**made)
 
 

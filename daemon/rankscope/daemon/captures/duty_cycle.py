@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from google.protobuf.message import Message
 
 from rankscope.analysis.verdicts.figures import PARTS_OF_SELF
 from rankscope.analysis.verdicts.window_columns import plausible_seconds
@@ -135,13 +134,12 @@ def fill(window: RankWindow, breakdown: CaptureBreakdown) -> None:
     """Fill only where no probe measures steps and waiting: the probe covers all steps, undisturbed."""
     if window.HasField("steps") and not lacks_wait(window):
         return
-    fields: Message = window
     for name in (*PARTS_OF_SELF, "other_seconds"):  # a probe that counts steps measured these in other steps
-        fields.ClearField(name)
+        window.figures.pop(name, None)
         window.sources.pop(name, None)
     window.steps = len(breakdown.step_seconds)
     _add_statistics(window, breakdown, *STATISTICS)
-    window.communication_seconds = float(breakdown.communication_seconds.mean())
+    window.figures["communication_seconds"] = float(breakdown.communication_seconds.mean())
     window.sources["steps"] = window.sources["communication_seconds"] = SOURCE_CAPTURE
 
 

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from prometheus_client.metrics_core import Metric as Family
 
 from rankscope.analysis.profiles.phases import OTHER, PHASES
-from rankscope.analysis.verdicts.figures import CAUSES, FIGURES
+from rankscope.analysis.verdicts.figures import CAUSE, CAUSES, FIGURES, Figure
 from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section
 from rankscope.common.run_names import run_labels
 from rankscope.daemon.samples import Problem
@@ -121,6 +121,12 @@ class _Rank:
         return self.report.window
 
 
+def _gauge(name: str, figure: Figure) -> Gauge[_Rank]:
+    """Of a figure that the window has as it is."""
+    standard = None if figure.is_standard else FULL_ONLY
+    return Gauge(figure.metric, figure.definition, lambda rank: rank.window.figures.get(name), standard=standard)
+
+
 # fmt: off
 RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
     Gauge("rankscope_rank_info",
@@ -138,10 +144,7 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
         lambda rank: _statistics(rank.window.step_seconds), {"stat": ("p50", "p90")}),
     Gauge("rankscope_rank_self_seconds", FIGURES["self_seconds"].definition,
         lambda rank: _statistics(rank.window.self_seconds), {"stat": ("p50", "p90")}),
-    Gauge("rankscope_rank_host_seconds",
-        FIGURES["host_seconds"].definition, lambda rank: _optional(rank.window, "host_seconds"), standard=FULL_ONLY),
-    Gauge("rankscope_rank_run_ahead_seconds",
-        FIGURES["run_ahead_seconds"].definition, lambda rank: _optional(rank.window, "run_ahead_seconds")),
+    *(_gauge(name, figure) for name, figure in FIGURES.items() if figure.metric and not figure.is_cause),
     Gauge("rankscope_rank_group_seconds",
         "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
         "the least in its group is waiting. group is equal on all members.", lambda rank: _group_seconds(rank),
@@ -158,21 +161,17 @@ RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
     Gauge("rankscope_rank_nccl_cost_ratio",
         "Share of a step that asking NCCL for its times costs, measured in the job. Noise may make it negative.",
         lambda rank: _optional(rank.window, "nccl_cost_ratio"), standard=FULL_ONLY),
-    Gauge("rankscope_rank_tokens_per_step", FIGURES["tokens_per_step"].definition,
-        lambda rank: _optional(rank.window, "tokens_per_step"), standard=FULL_ONLY),
     Gauge("rankscope_rank_model_flops_per_step",
         "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
         lambda rank: _optional(rank.window, "model_flops_per_step"), standard=FULL_ONLY),
     Gauge("rankscope_rank_peak_flops_per_second",
         "Peak of the rank's device: declared, or dense bf16 by the device's name.",
         lambda rank: _optional(rank.window, "peak_flops_per_second")),
-    Gauge("rankscope_rank_mfu_ratio",
-        FIGURES["mfu_ratio"].definition, lambda rank: _optional(rank.window, "mfu_ratio")),
     Gauge("rankscope_rank_device_memory_bytes",
         "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only.",
         lambda rank: {kind: _optional(rank.window.memory, f"{kind}_bytes") for kind in MEMORY_KINDS},
         {"kind": MEMORY_KINDS}),
-    Counter("rankscope_rank_cause_seconds_total",
+    Counter(CAUSE,
         "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up.",
         lambda rank: {cause: rank.report.totals.cause_seconds.get(cause) for cause in CAUSES},
         {"cause": tuple(CAUSES)}),
@@ -243,7 +242,7 @@ def _statistics(statistics: StepStatistics) -> Mapping[str, float]:
 def _group_seconds(rank: _Rank) -> Mapping[tuple[str, str], float]:
     window = rank.window
     step_mean_seconds = window.step_seconds.mean
-    is_timed = window.HasField("host_seconds") and step_mean_seconds > 0
+    is_timed = "host_seconds" in window.figures and step_mean_seconds > 0
     # Where the rank knows its self time, groups add nothing to it.
     if not is_timed or (window.HasField("self_seconds") and not rank.full):
         return {}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -154,7 +155,7 @@ def _sample(
     fd: int, header: ring_reader.Header, progress: _Progress, span: Span, clock_ns: int, process: str
 ) -> tuple[StepSample, _Progress]:
     """`clock_ns` is the wall clock less the process' monotonic clock; `process` its folder in /proc."""
-    live = ring_reader.read_live(fd) or ring_reader.UNKNOWN_LIVE
+    live = ring_reader.read_live(fd)
     facts = ring_reader.read_facts_text(fd)
     if facts is not None:
         progress = replace(progress, facts=parse_facts(facts))
@@ -226,24 +227,22 @@ def _sample(
         ahead = rows.run_ahead_seconds[first_rows]
         host = host.followed_by(rows.host_seconds[first_rows], step_seconds, ahead, records["steps"][kept])
     last_step_ns = int(records["end_ns"][good][-1]) if len(records) else progress.last_step_ns
+    counted = _bounded(live, ring_layout.COLLECTIVES, MAX_COUNTER)
     sample = StepSample(
         **vars(rows),
         steps_total=header.steps,
         steps_lost=lost,
         last_step_unix_nanos=None if last_step_ns is None else last_step_ns + clock_ns,
         facts=progress.facts,
-        allocated_bytes=_bounded(live.allocated_bytes, MAX_BYTES),
-        reserved_bytes=_bounded(live.reserved_bytes, MAX_BYTES),
-        peak_allocated_bytes=_bounded(live.peak_allocated_bytes, MAX_BYTES),
-        device_total_bytes=_bounded(live.device_total_bytes, MAX_BYTES),
-        collectives_enqueued=_bounded(live.collectives_enqueued, MAX_COUNTER),
-        collectives_completed=_bounded(live.collectives_completed, MAX_COUNTER),
+        figures=host.pace(),
+        memory=_bounded(live, ring_layout.MEMORY, MAX_BYTES),
+        collectives_enqueued=counted.get("collectives_enqueued"),
+        collectives_completed=counted.get("collectives_completed"),
         groups=groups if progress.next_sequence is not None else (),
         ranges=ranges if progress.next_sequence is not None else {},
         collectives=nccl.collectives,
         is_blind=is_blind,
         long_steps=found_long,
-        host_pace=host.pace(),
         communicators=nccl.communicators,
         is_inspected=progress.inspector.is_found,
     )
@@ -283,8 +282,8 @@ def _untold_messages(nccl: NcclTimes, groups: Sequence[GroupSpan]) -> tuple[Grou
     return () if is_told else tuple(span for span in groups if span.kind == kind)
 
 
-def _bounded(value: int, limit: int) -> int | None:
-    return value if 0 <= value <= limit else None
+def _bounded(live: Mapping[str, int], names: Sequence[str], limit: int) -> dict[str, int]:
+    return {name: live[name] for name in names if 0 <= live.get(name, -1) <= limit}
 
 
 def parse_facts(text: bytes) -> ProbeFacts:
@@ -295,21 +294,7 @@ def parse_facts(text: bytes) -> ProbeFacts:
         raise RingError("corrupt", f"the ring's facts are not JSON: {str(error)[:80]}") from error
     if not isinstance(found, dict):
         raise RingError("corrupt", "the ring's facts are not a JSON object")
-    return ProbeFacts(
-        rank=_index(found.get("rank")),
-        world_size=_index(found.get("world_size")),
-        pipeline=_index(found.get("pipeline")),
-        tensor=_index(found.get("tensor")),
-        data=_index(found.get("data")),
-        model_flops_per_step=_positive(found.get("model_flops_per_step")),
-        peak_flops_per_second=_positive(found.get("peak_flops_per_second")),
-        device_name=_text(found.get("device_name")),
-        torch_version=_text(found.get("torch_version")),
-        nccl_descriptor=_index(found.get("nccl_descriptor")),
-        nccl_reason=_text(found.get("nccl_reason")),
-        nccl_cost_ratio=_ratio(found.get("nccl_cost_ratio")),
-        tokens_per_step=_amount(found.get("tokens_per_step")),
-    )
+    return ProbeFacts(**{name: read(found.get(name)) for name, read in _FACTS.items()})
 
 
 def _index(value: object) -> int | None:
@@ -333,3 +318,12 @@ def _ratio(value: object) -> float | None:
 
 def _text(value: object) -> str | None:
     return printable(value, TEXT_LENGTH).strip(" �") or None if isinstance(value, str) else None
+
+
+_FACTS: Mapping[str, Callable[[object], Any]] = {
+    **dict.fromkeys(("rank", "world_size", "pipeline", "tensor", "data", "nccl_descriptor"), _index),
+    **dict.fromkeys(("model_flops_per_step", "peak_flops_per_second"), _positive),
+    **dict.fromkeys(("device_name", "torch_version", "nccl_reason"), _text),
+    "nccl_cost_ratio": _ratio,
+    "tokens_per_step": _amount,
+}

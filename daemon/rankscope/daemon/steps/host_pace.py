@@ -7,11 +7,12 @@ in as many."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rankscope.daemon.samples import Column, HostPace
+from rankscope.daemon.samples import Column
 
 MAX_STEPS = 512
 STEPS_NEEDED = 32
@@ -36,13 +37,15 @@ class HostSteps:
         pairs = zip(vars(self).values(), added, strict=True)
         return HostSteps(*(np.append(*pair)[-MAX_STEPS:].copy() for pair in pairs))
 
-    def pace(self) -> HostPace | None:
+    def pace(self) -> Mapping[str, float]:
+        """Figures. None where steps are timed by the host, or too few are known."""
         is_sampled = ~np.isnan(self.run_ahead_seconds)
         if len(self.host_seconds) < STEPS_NEEDED or not is_sampled.any():
-            return None
+            return {}
         ahead = self._steps_ahead(is_sampled)
         gained = float((ahead - np.minimum.accumulate(ahead)).max(initial=0.0))
-        return HostPace(float(np.partition(self.host_seconds, QUICK_PLACE)[QUICK_PLACE]), gained)
+        quick = float(np.partition(self.host_seconds, QUICK_PLACE)[QUICK_PLACE])
+        return {"host_quick_seconds": quick, "host_gained_steps": gained}
 
     def _steps_ahead(self, is_sampled: np.ndarray) -> Column:
         """How many steps the host has enqueued that the device has yet to do, at the end of each step of the host after

@@ -11,41 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.verdicts.windows import MAX_COMMUNICATORS, Communicator, NcclOperation
-from rankscope.daemon.steps.ring_reader import SEALS_NEEDED, RingError, seals_of
+from rankscope.daemon.steps.ring_reader import SEALS_NEEDED, RingError, dtype_of, seals_of
 from rankscope.probe import nccl_layout
 
-RECORD_DTYPE = np.dtype(
-    [
-        ("number", "<u8"),
-        ("start_ns", "<u8"),
-        ("stop_ns", "<u8"),
-        ("issued_ns", "<u8"),
-        ("seen_ns", "<u8"),
-        ("bytes", "<u8"),
-        ("communicator", "<u4"),
-        ("sequence", "<u4"),
-        ("peer", "<i4"),
-        ("function", "u1"),
-        ("algorithm", "u1"),
-        ("protocol", "u1"),
-        ("channels", "u1"),
-    ]
-)
-COMMUNICATOR_DTYPE = np.dtype(
-    [
-        ("hash", "<u8"),
-        ("ranks", "<u4"),
-        ("rank", "<u4"),
-        ("issued", "<u8"),
-        ("started", "<u8"),
-        ("finished", "<u8"),
-        ("last_issued", "<u8"),
-        ("last_started", "<u8"),
-        ("last_finished", "<u8"),
-    ]
-)
-assert RECORD_DTYPE.itemsize == nccl_layout.RECORD.size
-assert COMMUNICATOR_DTYPE.itemsize == nccl_layout.COMMUNICATOR.size
+RECORD_DTYPE = dtype_of(nccl_layout.RECORD)
+COMMUNICATOR_DTYPE = dtype_of(nccl_layout.COMMUNICATOR)
 
 MAX_RECORDS = 1 << 53
 MAX_OPERATIONS = 1 << 53

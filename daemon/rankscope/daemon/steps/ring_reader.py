@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -25,45 +25,16 @@ from rankscope.probe import ring_layout
 SEALS_NEEDED = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW
 TORN_READ_RETRIES = 3
 
-RECORD_DTYPE = np.dtype(
-    [
-        ("sequence", "<u8"),
-        ("end_ns", "<i8"),
-        ("span_ns", "<i8"),
-        ("input", "<f4"),
-        ("blocking", "<f4"),
-        ("optimizer", "<f4"),
-        ("checkpoint", "<f4"),
-        ("ddp_forward", "<f4"),
-        ("ddp_backward", "<f4"),
-        ("ddp_communication", "<f4"),
-        ("ddp_overlap", "<f4"),
-        ("host", "<f4"),
-        ("run_ahead", "<f4"),
-        ("exposed", "<f4"),
-        ("backward", "<f4"),
-        ("flags", "<u2"),
-        ("steps", "<u2"),
-        ("checksum", "<u4"),
-    ]
-)
-assert RECORD_DTYPE.itemsize == ring_layout.RECORD_BYTES
 
-GROUP_DTYPE = np.dtype(
-    [
-        ("number", "<u8"),
-        ("size", "<u4"),
-        ("position", "<u4"),
-        ("kind", "<u4"),
-        ("samples", "<u8"),
-        ("seconds", "<f8"),
-        ("step_seconds", "<f8"),
-    ]
-)
-assert GROUP_DTYPE.itemsize == ring_layout.GROUP.size
+def dtype_of(layout: ring_layout.Layout, *more: tuple[str, str]) -> np.dtype[np.void]:
+    """The rows of a layout, and what follows each."""
+    formats = [(name, f"S{form[:-1]}" if form.endswith("s") else f"<{form}") for name, form in layout.formats.items()]
+    return np.dtype([*formats, *more])
 
-RANGE_DTYPE = np.dtype([("name", f"S{ring_layout.RANGE_NAME_BYTES}"), ("steps", "<u8"), ("seconds", "<f8")])
-assert RANGE_DTYPE.itemsize == ring_layout.RANGE.size
+
+RECORD_DTYPE = dtype_of(ring_layout.RECORD, ("checksum", "<u4"))
+GROUP_DTYPE = dtype_of(ring_layout.GROUP)
+RANGE_DTYPE = dtype_of(ring_layout.RANGE)
 
 Records: TypeAlias = npt.NDArray[np.void]
 
@@ -74,21 +45,6 @@ class RingError(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class Live:
-    monotonic_ns: int
-    unix_ns: int
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_allocated_bytes: int
-    device_total_bytes: int
-    collectives_enqueued: int
-    collectives_completed: int
-
-
-UNKNOWN_LIVE = Live(-1, -1, -1, -1, -1, -1, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -183,16 +139,15 @@ def seals_of(fd: int) -> int:
         return 0
 
 
-def read_live(fd: int) -> Live | None:
-    """None if every attempt met a write in progress, or the writer is broken."""
+def read_live(fd: int) -> Mapping[str, int]:
+    """Nothing if every attempt met a write in progress, or the writer is broken."""
+    size = ring_layout.LIVE.size
     for _ in range(TORN_READ_RETRIES):
-        raw = os.pread(fd, ring_layout.LIVE.size + 4, ring_layout.LIVE_OFFSET)
-        body = raw[: ring_layout.LIVE.size]
-        if len(raw) == ring_layout.LIVE.size + 4 and ring_layout.CHECKSUM.unpack_from(raw, len(body))[0] == zlib.crc32(
-            body
-        ):
-            return Live(*ring_layout.LIVE.unpack(body))
-    return None
+        raw = os.pread(fd, size + ring_layout.CHECKSUM.size, ring_layout.LIVE_OFFSET)
+        is_whole = len(raw) == size + ring_layout.CHECKSUM.size
+        if is_whole and ring_layout.CHECKSUM.unpack_from(raw, size)[0] == zlib.crc32(raw[:size]):
+            return dict(zip(ring_layout.LIVE.formats, ring_layout.LIVE.unpack_from(raw), strict=True))
+    return {}
 
 
 def read_facts_text(fd: int) -> bytes | None:

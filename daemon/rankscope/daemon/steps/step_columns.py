@@ -9,10 +9,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
+from rankscope.analysis.verdicts.figures import FIGURES, MAX_STEP_SECONDS, OF_STEPS, PER_STEP, StepColumns
 from rankscope.analysis.verdicts.window_columns import plausible_seconds
 from rankscope.common.text import printable
-from rankscope.daemon.samples import Column, GroupSpan, StepColumns
+from rankscope.daemon.samples import Column, GroupSpan, self_seconds
 from rankscope.probe import ring_layout
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -35,6 +35,8 @@ GROUP_KINDS = frozenset(
 )
 EXPOSED_KINDS = (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_DDP)
 MAX_TOTAL = 1e12
+# Figures that the record has as they are. The others are worked out here.
+_RECORDED = tuple(name for name in OF_STEPS if name in ring_layout.SECONDS)
 
 
 def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
@@ -66,15 +68,15 @@ def columns(
     """One row per step of the `wanted` records: the steps of one record share its time evenly. `good` marks the
     valid records; a DDP figure comes from the next record. `collective_seconds`: of the wanted records, where NCCL
     told it."""
-    ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}"]), good)[wanted] for name in _DDP_NAMES}
+    ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}_seconds"]), good)[wanted] for name in _DDP_NAMES}
     rows = records[wanted]
     span = rows["span_ns"] * 1e-9
-    blocking = np.minimum(_seconds(rows["blocking"]), span)
+    blocking = np.minimum(_seconds(rows["blocking_seconds"]), span)
     exposed = np.maximum(ddp["communication"] - ddp["overlap"], 0.0)
     has_ddp = (rows["flags"] & ring_layout.FLAG_DDP) != 0
     on_device = (rows["flags"] & ring_layout.FLAG_DEVICE) != 0
     # On a device both are sampled, but not in the same steps: the mean of the other is used.
-    spans = _seconds(rows["exposed"])
+    spans = _seconds(rows["exposed_seconds"])
     known = ~np.isnan(spans)
     typical = float(spans[known].mean()) if known.any() else 0.0
     other = np.where(on_device, np.where(known, spans, typical), blocking)
@@ -85,21 +87,21 @@ def columns(
     if collective_seconds is not None:
         communication = np.minimum(collective_seconds, span)
 
-    def per_step(column: Column) -> Column:
-        return np.repeat(column / steps, steps)
-
-    return StepColumns(
-        step_seconds=per_step(span),
-        wait_seconds=per_step(np.minimum(np.where(has_ddp, other + exposed, alone), span)),
-        communication_seconds=per_step(communication),
-        input_seconds=per_step(np.minimum(_seconds(rows["input"]), span)),
-        forward_seconds=per_step(ddp["forward"]),
-        backward_seconds=per_step(ddp["backward"]),
-        optimizer_seconds=per_step(np.minimum(_seconds(rows["optimizer"]), span)),
-        checkpoint_seconds=per_step(np.minimum(_seconds(rows["checkpoint"]), span)),
-        host_seconds=per_step(_seconds(rows["host"])),
-        run_ahead_seconds=np.repeat(_seconds(rows["run_ahead"]), steps),
-    )
+    wait = np.minimum(np.where(has_ddp, other + exposed, alone), span)
+    found = {
+        "step_seconds": span,
+        "self_seconds": self_seconds(span, wait),
+        "wait_seconds": wait,
+        "communication_seconds": communication,
+        "forward_seconds": ddp["forward"],
+        "backward_seconds": ddp["backward"],
+    }
+    for name in _RECORDED:
+        seconds = _seconds(rows[name])
+        found[name] = np.minimum(seconds, span) if FIGURES[name].is_cause else seconds
+    per_step = (name for name in found if FIGURES[name].unit == PER_STEP)
+    found |= {name: found[name] / steps for name in per_step}
+    return StepColumns(**{name: np.repeat(column, steps) for name, column in found.items()})
 
 
 def bounding_seconds(records: npt.NDArray[np.void]) -> Column:
@@ -107,7 +109,7 @@ def bounding_seconds(records: npt.NDArray[np.void]) -> Column:
     and where it may wait elsewhere."""
     flags = records["flags"]
     is_bound = ((flags & ring_layout.FLAG_DDP) != 0) & ((flags & ring_layout.FLAG_BLIND) == 0)
-    seconds = (_seconds(records["backward"]) + _seconds(records["blocking"])) / records["steps"]
+    seconds = (_seconds(records["in_backward_seconds"]) + _seconds(records["blocking_seconds"])) / records["steps"]
     return np.where(is_bound, seconds, np.nan)
 
 

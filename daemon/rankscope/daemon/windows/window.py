@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import Message
 
-from rankscope.analysis.verdicts.figures import FIELD, FIGURES, MEAN, PARTS_OF_SELF, QUANTILES, held
+from rankscope.analysis.verdicts.figures import FIGURES, OF_STEPS, PARTS_OF_SELF
 from rankscope.analysis.verdicts.network import NodeNetwork
 from rankscope.analysis.verdicts.window_columns import GROUP_FIGURES, GROUPS, pack
 from rankscope.common.text import printable
@@ -54,23 +54,12 @@ PeakOfDevice = Callable[[str], float | None]
 
 # The GPU part of a window.
 GPU_NAME_CHARACTERS = 128
-MEASURED = (
-    "utilization_ratio",
-    "sm_active_ratio",
-    "tensor_active_ratio",
-    "dram_active_ratio",
-    "power_watts",
-    "sm_clock_hertz",
-    "sm_clock_ratio",
-    "temperature_celsius",
-    "estimated_flops_per_second",
-)
+GPU_FIGURES = tuple(field.name for field in GpuUsage.DESCRIPTOR.fields if field.has_presence)
 SHOWN_OF_GPU = tuple(
     name for figure in FIGURES if (name := figure.removeprefix("gpu_")) in GpuUsage.DESCRIPTOR.fields_by_name
 )
 NETWORK_NAME_CHARACTERS = 64
 NCCL_FACTS = tuple(NcclLog.DESCRIPTOR.fields_by_name)
-COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", "ecc_corrected_errors", "xids")
 
 
 def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: PeakOfDevice) -> None:
@@ -84,17 +73,8 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: PeakOfDevice)
     ):
         if text:
             setattr(identity, name, printable(text, GPU_NAME_CHARACTERS))
-    usage = GpuUsage(gpus=sample.gpus, shared=sample.shared)
-    for name in MEASURED:
-        value = getattr(sample, name)
-        if value is not None and math.isfinite(value):
-            setattr(usage, name, value)
-    for name in COUNTED:
-        amount = getattr(sample, name)
-        if amount is not None and 0 <= amount < 2**63:
-            setattr(usage, name, amount)
-    if sample.row_remap_pending is not None:
-        usage.row_remap_pending = sample.row_remap_pending
+    measured_of_gpu = {name: getattr(sample, name) for name in GPU_FIGURES}
+    usage = GpuUsage(gpus=sample.gpus, shared=sample.shared, **_sound(measured_of_gpu))
     for reason, seconds in sample.throttled_seconds.items():
         if math.isfinite(seconds) and seconds >= 0:
             usage.throttled_seconds[reason] = seconds
@@ -126,8 +106,9 @@ PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
 # A file name with a line break can forge lines of py-spy's output, with any count.
 MAX_COUNT = (1 << 32) - 1
-# Figures by the form in which a window holds them.
-STATISTICS, MEANS, FIELDS = held(QUANTILES), held(MEAN), held(MEAN, FIELD)
+# Figures of which a window has more than the mean.
+STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
+COUNTS = ("steps", "steps_total")
 USUAL = ("usual_wait_seconds", "usual_self_seconds", "usual_checkpoint_seconds")
 SOURCES_OF_WAIT = {
     ring_layout.GROUP_NCCL: "NCCL",
@@ -257,8 +238,8 @@ def _add_steps(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
 
 def _add_step_times(window: RankWindow, sample: StepSample) -> None:
     window.steps = len(sample.step_seconds)
-    window.steps_total = _counter(sample.steps_total) or 0
-    window.steps_lost = _counter(sample.steps_lost) or 0
+    window.steps_total = _counter(sample.steps_total)
+    window.steps_lost = _counter(sample.steps_lost)
     names = ["steps", "steps_total", "steps_lost"]
     if sample.last_step_unix_nanos is not None and 0 <= sample.last_step_unix_nanos < 2**63:
         window.last_step_unix_nanos = sample.last_step_unix_nanos
@@ -268,18 +249,16 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
         if statistics is not None:
             getattr(window, name).CopyFrom(statistics)
             names.append(name)
+    # Over the steps where it was measured: sampled figures represent the window.
+    means = {name: _mean(getattr(sample, name)) for name in OF_STEPS if name not in STATISTICS}
+    figures = {name: mean for name, mean in means.items() if mean is not None}
     if window.HasField("self_seconds"):
         window.self_seconds.mean = _mean_self_seconds(sample)
-    # Over the steps where it was measured: sampled figures represent the window.
-    for name in MEANS:
-        mean = _mean(getattr(sample, name))
-        if mean is not None:
-            setattr(window, name, mean)
-            names.append(name)
-    parts = measured(window, PARTS_OF_SELF)
-    if window.HasField("self_seconds") and len(parts) == len(PARTS_OF_SELF):
-        window.other_seconds = max(0.0, window.self_seconds.mean - sum(parts.values()))
-        names.append("other_seconds")
+        if figures.keys() >= set(PARTS_OF_SELF):
+            parts = sum(figures[name] for name in PARTS_OF_SELF)
+            figures["other_seconds"] = max(0.0, window.self_seconds.mean - parts)
+    declared = {name: value for name, value in vars(sample.facts).items() if name in FIGURES and value is not None}
+    window.figures.update({**figures, **sample.figures, **declared})
     window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
     window.collectives.extend(CollectiveRate(**vars(rate)) for rate in sample.collectives)
     window.ranges.extend(RangeTime(name=name, seconds=seconds) for name, seconds in sample.ranges.items())
@@ -290,19 +269,12 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
     if sample.facts.nccl_cost_ratio is not None:
         window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
         names.append("nccl_cost_ratio")
-    if sample.host_pace is not None:
-        window.host_quick_seconds = sample.host_pace.quick_seconds
-        window.host_gained_steps = sample.host_pace.gained_steps
-        names += ("host_quick_seconds", "host_gained_steps")
-    if sample.facts.tokens_per_step is not None:
-        window.tokens_per_step = sample.facts.tokens_per_step
-        names.append("tokens_per_step")
     reason = sample.facts.nccl_reason
     if sample.is_blind and not window.wait_source and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(printable(f"{BLIND}; {reason}" if reason else BLIND, PROBLEM_CHARACTERS))
     if reason == nccl_plugin.OTHER and not sample.is_inspected and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(OTHER_PLUGIN)
-    for name in names:
+    for name in (*names, *window.figures):
         window.sources[name] = SOURCE_PROBE
 
 
@@ -312,10 +284,10 @@ def measured(message: Message, names: Sequence[str]) -> dict[str, float]:
 
 
 def held_figures(window: RankWindow) -> dict[str, float]:
-    """The known figures that have a field of their own; of those with quantiles, the mean."""
+    """The figures that a window holds under their names; of those with statistics, the mean."""
     known: Message = window
     statistics = {name: float(getattr(window, name).mean) for name in STATISTICS if known.HasField(name)}
-    return statistics | measured(window, FIELDS)
+    return {**statistics, **window.figures, **measured(window, COUNTS)}
 
 
 def _wait_source(window: RankWindow, sample: StepSample) -> str:
@@ -324,7 +296,7 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
     names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
     if ring_layout.GROUP_NCCL in kinds:
         return INSPECTOR if sample.is_inspected else SOURCES_OF_WAIT[ring_layout.GROUP_NCCL]
-    if window.HasField("host_seconds"):
+    if "host_seconds" in window.figures:
         return " + ".join(dict.fromkeys(names))
     if not window.HasField("wait_seconds"):
         return ""
@@ -361,7 +333,7 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
         return
     ratio = window.model_flops_per_step / (window.step_seconds.mean * window.peak_flops_per_second)
     if math.isfinite(ratio):
-        window.mfu_ratio = ratio
+        window.figures["mfu_ratio"] = ratio
         window.sources["mfu_ratio"] = SOURCE_PROBE
     if ratio > 1.0 and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(
@@ -370,19 +342,14 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
 
 
 def _add_memory(window: RankWindow, sample: StepSample) -> None:
-    memory = Memory(
-        allocated_bytes=_counter(sample.allocated_bytes),
-        reserved_bytes=_counter(sample.reserved_bytes),
-        peak_allocated_bytes=_counter(sample.peak_allocated_bytes),
-        total_bytes=_counter(sample.device_total_bytes),
-    )
+    memory = Memory(**_sound(sample.memory))
     if memory.ListFields():
         window.memory.CopyFrom(memory)
         window.sources["memory"] = SOURCE_PROBE
 
 
 def _add_process(window: RankWindow, sample: ProcessSample, peak_of_device: PeakOfDevice) -> None:
-    window.process.CopyFrom(_process_usage(sample))
+    window.process.CopyFrom(ProcessUsage(**_sound(vars(sample)), starved_seconds=_starved_seconds(sample)))
     window.sources["process"] = SOURCE_PROCESS
 
 
@@ -391,28 +358,24 @@ def _add_stacks(window: RankWindow, sample: StackSample, peak_of_device: PeakOfD
     window.sources["stacks"] = SOURCE_STACKS
 
 
-def _process_usage(sample: ProcessSample) -> ProcessUsage:
-    return ProcessUsage(
-        cpu_seconds=sample.cpu_seconds,
-        run_delay_seconds=sample.run_delay_seconds,
-        throttled_seconds=sample.throttled_seconds,
-        stopped_seconds=sample.stopped_seconds,
-        resident_bytes=_counter(sample.resident_bytes),
-        threads=_counter(sample.threads, MAX_COUNT),
-        involuntary_switches=_counter(sample.involuntary_switches),
-        voluntary_switches=_counter(sample.voluntary_switches),
-        starved_seconds=_starved_seconds(sample),
-    )
-
-
 def _starved_seconds(sample: ProcessSample) -> float | None:
     """Kernels differ in whether quota throttling counts as run delay, so the larger of the two is used."""
     waited = [seconds for seconds in (sample.run_delay_seconds, sample.throttled_seconds) if seconds is not None]
     return max(waited) + (sample.stopped_seconds or 0.0) if waited else None
 
 
-def _counter(value: int | None, most: int = 2**63 - 1) -> int | None:
-    return value if value is not None and 0 <= value <= most else None
+def _counter(value: int) -> int:
+    return value if 0 <= value < 2**63 else 0
+
+
+def _sound(values: Mapping[str, float | None]) -> dict[str, Any]:
+    """Those that were measured, and that a message can hold."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return {
+        name: value
+        for name, value in known.items()
+        if (0 <= value < 2**63 if isinstance(value, int) else math.isfinite(value))
+    }
 
 
 def _is_positive(value: float | None) -> bool:
@@ -474,7 +437,7 @@ def _column_values(window: RankWindow) -> dict[str, float]:
         steps = (window.end_unix_nanos - window.start_unix_nanos) / 1e9 / window.step_seconds.mean
     if window.process.HasField("starved_seconds") and steps > 0:
         row["starved_seconds"] = window.process.starved_seconds / steps
-    if window.groups and window.HasField("host_seconds"):
+    if window.groups and "host_seconds" in window.figures:
         row["self_steps"] = float(max(group.samples for group in window.groups))
     for number, group in enumerate(window.groups[:GROUPS]):
         row |= {f"group{number}_{name}": float(getattr(group, name)) for name in GROUP_FIGURES}

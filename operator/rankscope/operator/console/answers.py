@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from google.protobuf.message import Message
 
 from rankscope.analysis.verdicts.verdict import Verdict, headline
 from rankscope.common.run_names import run_labels
@@ -15,7 +16,7 @@ from rankscope.common.text import printable
 from rankscope.operator.console.signals import PACE, Signal
 from rankscope.operator.correlation.columns import range_seconds
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.v1.window_pb2 import RankWindow
+from rankscope.v1.window_pb2 import GpuUsage, RankWindow
 
 NAME_CHARACTERS = 600
 TEXT_CHARACTERS = 400
@@ -198,18 +199,23 @@ class SignalsAnswer(msgspec.Struct):
 _STATISTICS = {"step_seconds": "p50", "self_seconds": "mean", "wait_seconds": "mean"}
 
 
-def measured(message: Any, name: str) -> float | None:
-    """A figure of a window or of a run; None if it was not measured."""
-    if not message.HasField(name):
-        return None
-    value = getattr(message, name)
-    return float(getattr(value, _STATISTICS[name]) if hasattr(value, "p50") else value)
+def measured(window: RankWindow, name: str) -> float | None:
+    """A figure of a window; None if it was not measured."""
+    statistic = _STATISTICS.get(name)
+    if statistic is None:
+        return window.figures.get(name)
+    message: Message = window
+    return float(getattr(getattr(window, name), statistic)) if message.HasField(name) else None
 
 
 def cpu_ratio(window: RankWindow) -> float | None:
     """CPU time by time: 2.0 is two cores."""
     seconds = (window.end_unix_nanos - window.start_unix_nanos) / 1e9
     return window.process.cpu_seconds / seconds if window.process.HasField("cpu_seconds") and seconds > 0 else None
+
+
+def _utilization_ratio(gpu: GpuUsage) -> float | None:
+    return gpu.utilization_ratio if gpu.gpus == 1 and gpu.HasField("utilization_ratio") else None
 
 
 def rank_answer(window: RankWindow) -> RankAnswer:
@@ -225,7 +231,7 @@ def rank_fields(window: RankWindow) -> dict[str, Any]:
         "pid": window.identity.pid,
         **{name: measured(window, name) for name in names},
         "cpu_ratio": cpu_ratio(window),
-        "gpu_utilization_ratio": measured(window.gpu, "utilization_ratio") if window.gpu.gpus == 1 else None,
+        "gpu_utilization_ratio": _utilization_ratio(window.gpu),
         "range_seconds": range_seconds(window),
         "problems": [printable(problem, TEXT_CHARACTERS) for problem in window.problems],
     }

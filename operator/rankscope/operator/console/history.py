@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from rankscope.common.text import printable
 from rankscope.operator.console.answers import NAME_CHARACTERS, TEXT_CHARACTERS, Mark
 from rankscope.operator.console.signals import FIGURE_ROWS, PACE, SIGNAL_ROWS, SIGNALS
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
-from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows, RankSeen
+from rankscope.operator.correlation.daemon_windows import HeldWindows, RankSeen
 
 MAX_BYTES = 64 << 20
 # Runs that are kept, ended ones included; others are counted.
@@ -137,7 +137,8 @@ class _Run:
         self._day, self._lost = int(now // DAY_SECONDS), lost
 
     def _append(self, state: JobState, now: float) -> None:
-        held = state.windows.in_order if isinstance(state.windows, HeldWindows) else ()
+        windows = state.windows if isinstance(state.windows, HeldWindows) else HeldWindows({})
+        held = windows.in_order
         seconds = min(max(held[0].window_seconds, 0.0), MAX_WINDOW_SECONDS) if held else 0.0
         while self.ticks and self.ticks[-1].end >= now:  # the clock was set back
             self.tick_bytes -= self.ticks.pop().bytes
@@ -146,18 +147,19 @@ class _Run:
         if state.verdict.kind is Kind.HANG:
             known = {}  # the last known pace would look like progress
         pace = tuple([known.get(name, np.nan) for name in PACE])
-        tick = Tick(start, now, pace, self._values(state, held, seconds))
+        tick = Tick(start, now, pace, self._values(windows, seconds))
         self.ticks.append(tick)
         self.tick_bytes += tick.bytes
 
-    def _values(self, state: JobState, held: Sequence[HeldWindow], seconds: float) -> Values:
+    def _values(self, windows: HeldWindows, seconds: float) -> Values:
+        held = windows.in_order
         if not held:
             return np.empty((0, 0), dtype=np.float32)
         seen = tuple([window.who for window in held])
         if seen != self._seen:
             self._meet(seen)
         figures = columns([window.figures for window in held])[FIGURE_ROWS]
-        compared = state.self_and_wait_seconds
+        compared = windows.compared
         if compared:
             places = {who.rank: place for place, who in enumerate(seen)}
             known = [places[rank] for rank in compared if rank in places]

@@ -152,14 +152,10 @@ def _rank_detail(view: RunView, who: RankSeen) -> RankDetail | None:
     window = windows.of(who.rank) if isinstance(windows, HeldWindows) else None
     if window is None:
         return None
-    compared = view.state.self_and_wait_seconds.get(who.rank)
-    fields = rank_fields(window)
-    if compared is not None:
-        fields["self_seconds"], fields["wait_seconds"] = compared
     phases = {phase: measured(window, f"{phase}_seconds") for phase in (*WORK_PHASES, "communication")}
     identity = window.identity
     return RankDetail(
-        **fields,
+        **rank_fields(window),
         run=view.name,
         pod=printable(identity.pod_name or identity.pod, TEXT_CHARACTERS),
         gpu_model=printable(identity.gpu_model, TEXT_CHARACTERS),

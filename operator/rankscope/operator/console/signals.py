@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from rankscope.analysis.verdicts import window_columns
-from rankscope.analysis.verdicts.figures import CAUSES, FIGURES
+from rankscope.analysis.verdicts.figures import CAUSE, CAUSES, FIGURES
 
 
 class Signal(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ _STARVED = (
 
 
 def _per_step(cause: str, otherwise: str = "") -> str:
-    selector = f'rankscope_rank_cause_seconds_total{{$run,cause="{cause}"}}'
+    selector = f'{CAUSE}{{$run,cause="{cause}"}}'
     mean = f"{_rate(selector)} / ignoring (cause) {_STEPS}"
     return f"{mean} or on (cluster, rank) {_mean(otherwise)}" if otherwise else mean
 
@@ -61,10 +61,8 @@ _PROMQL = {
     "wait_seconds": _per_step("wait", "rank:rankscope_rank_group_wait_seconds:sum{$run}"),
     "step_seconds": _mean('rankscope_rank_step_seconds{$run,stat="p50"}'),
     **{name: _per_step(cause) for cause, name in CAUSES.items() if cause not in ("self", "wait")},
-    "host_seconds": _mean("rankscope_rank_host_seconds{$run}"),
-    "run_ahead_seconds": _mean("rankscope_rank_run_ahead_seconds{$run}"),
+    **{name: _mean(f"{one.metric}{{$run}}") for name, one in FIGURES.items() if one.metric and not one.is_cause},
     "starved_seconds": f"({_STARVED}) / {_STEPS}",
-    "mfu_ratio": _mean("rankscope_rank_mfu_ratio{$run}"),
     "cpu_ratio": _rate("rankscope_rank_cpu_seconds_total{$run}"),
     "resident_bytes": _mean("rankscope_rank_resident_bytes{$run}"),
     "memory_allocated_bytes": _mean('rankscope_rank_device_memory_bytes{$run,kind="allocated"}'),

@@ -15,9 +15,9 @@ from google.protobuf.message import Message
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
 from rankscope.analysis.verdicts.exposed_communication import POINT_TO_POINT, GroupSpans, group_waits
-from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
-from rankscope.analysis.verdicts.host_pace import HostFigures, own_pace
-from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RULE_FIGURES, columns
+from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS, OF_RULES, WindowFigures
+from rankscope.analysis.verdicts.host_pace import own_pace
+from rankscope.analysis.verdicts.window_columns import by_name, columns, of_groups
 from rankscope.analysis.verdicts.windows import (
     MAX_COMMUNICATORS,
     Communicator,
@@ -34,19 +34,6 @@ from rankscope.common.text import printable
 from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.operator.correlation.node_networks import node_networks
 from rankscope.v1 import window_pb2
-
-# Rows of the table of figures.
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _FORWARD, _LONG, _LATE, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP, _KIND = map(
-    FIGURES.index,
-    (
-        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host", "forward", "long", "late")),
-        *("steps_total", "last_step_unix_seconds", "is_captured", "group0_number", "group0_kind"),
-    ),
-)
-_HOST_FIGURES = [
-    *(FIGURES.index(name) for name in ("step_seconds", "host_seconds", "run_ahead_seconds")),
-    *(FIGURES.index(name) for name in ("host_quick_seconds", "host_gained_steps")),
-]
 
 
 @dataclass(frozen=True)
@@ -87,24 +74,25 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     layouts = [_lay_out(tick, windows) for tick, windows in zip(ticks.values(), ordered, strict=True)]
     ends = np.cumsum([len(windows) for windows in ordered]).tolist()
     parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    figures = columns([window.figures for window in chain.from_iterable(ordered)])
+    table = columns([window.figures for window in chain.from_iterable(ordered)])
+    figures, groups = by_name(table), of_groups(table)
     job = np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered])
-    captured = figures[_CAPTURED] > 0
-    is_host_paced = _add_device_waits(figures, captured, job, len(parts))
+    captured = figures.is_captured > 0
+    is_host_paced = _add_device_waits(figures, groups, captured, job, len(parts))
     is_captured = [False] * len(parts)
     if captured.any():
-        is_captured = [_settle_captured(figures[: len(RULE_FIGURES), part], captured[part]) for part in parts]
-    collectives = _have_collectives(figures, job, len(parts))
+        is_measured = ~np.isnan(figures.self_seconds) & ~captured
+        is_captured = [_settle_captured(table[: len(OF_RULES), p], captured[p], is_measured[p]) for p in parts]
+    collectives = _have_collectives(figures, groups, job, len(parts))
     skews = _clock_skews(figures, job, layouts, next(iter(ticks.values())).shifts)
     made = {}
     for (name, tick), windows, layout, part, captured_only, skew, meets, host_paced in zip(
         ticks.items(), ordered, layouts, parts, is_captured, skews, collectives, is_host_paced, strict=True
     ):
         # A copy, because detectors keep windows: a view would keep the whole fleet's tick in memory.
-        kept = figures[: len(RULE_FIGURES), part].copy()
-        rank_columns = RankColumns(
-            layout.job, layout.rank, layout.stage, layout.place, **dict(zip(RULE_FIGURES, kept, strict=True))
-        )
+        kept = table[: len(OF_RULES), part].copy()
+        keys = {"job": layout.job, "rank": layout.rank, "stage": layout.stage, "place": layout.place}
+        rank_columns = RankColumns(**keys, **dict(zip(OF_RULES, kept, strict=True)))
         made[name] = _job_window(
             tick, windows, rank_columns, layout.place_names, skew, captured_only, meets, host_paced
         )
@@ -118,49 +106,46 @@ def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
     return tick.layout
 
 
-def _add_device_waits(figures: Floats, captured: Bools, job: Ints, jobs: int) -> list[bool]:
+def _add_device_waits(figures: WindowFigures, groups: Floats, captured: Bools, job: Ints, jobs: int) -> list[bool]:
     """For ranks that are timed on a device. Collectives may overlap with other work there, so a single rank does not
     know how long it waited: the times of all members of a group show it. Returns the jobs whose hosts set the pace."""
-    on_device = ~np.isnan(figures[_HOST]) & ~captured
-    figures[_TRANSFER, on_device] = np.nan  # the quantile of one rank is not the transfer time
-    timed = np.flatnonzero(on_device & ~np.isnan(figures[_GROUP]))
+    on_device = ~np.isnan(figures.host_seconds) & ~captured
+    figures.transfer_seconds[on_device] = np.nan  # the quantile of one rank is not the transfer time
+    timed = np.flatnonzero(on_device & ~np.isnan(groups[0, 0]))
     if not len(timed):
         return [False] * jobs
-    # By group, figure and rank.
-    groups = figures[_GROUP:, timed].reshape(GROUPS, len(GROUP_FIGURES), len(timed))
-    usual_steps = np.maximum(figures[_STEP, timed] - np.nan_to_num(figures[_LONG, timed]), 0.0)
-    waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], usual_steps)
-    found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
-    figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
+    usual_steps = np.maximum(figures.step_seconds[timed] - np.nan_to_num(figures.long_seconds[timed]), 0.0)
+    waits = group_waits(GroupSpans(*groups[:, :, timed].swapaxes(0, 1)), job[timed], usual_steps)
+    figures.self_seconds[timed] = waits.self_seconds
+    figures.wait_seconds[timed] = waits.wait_seconds
+    figures.transfer_seconds[timed] = waits.transfer_seconds
     hidden = _add_hidden_hosts(figures, timed, job[timed])
     most = np.bincount(job[hidden], minlength=jobs) > np.bincount(job, minlength=jobs) / 2
     return [bool(is_most) for is_most in most]
 
 
-def _add_hidden_hosts(figures: Floats, timed: Ints, job: Ints) -> Ints:
+def _add_hidden_hosts(figures: WindowFigures, timed: Ints, job: Ints) -> Ints:
     """What a host needs for a step is the rank's own, also while its device waits for another rank. Where ranks meet in
     few steps, they wait in these for what the others lasted, so such waiting is not that of long steps.
     Returns the changed rows."""
-    table = figures[:, timed]
-    pace = own_pace(HostFigures(*table[_HOST_FIGURES]), table[_SELF], job)
-    own = pace - table[_TRANSFER]
-    hidden = np.flatnonzero(own > table[_SELF])
-    late = np.nan_to_num(table[_LATE, hidden])
+    hosts = figures.take(timed)
+    own = own_pace(hosts, job) - hosts.transfer_seconds
+    hidden = np.flatnonzero(own > hosts.self_seconds)
+    late = np.nan_to_num(hosts.late_seconds[hidden])
     rows = timed[hidden]
-    figures[_SELF, rows] = own[hidden]
-    figures[_WAIT, rows] = np.maximum(table[_STEP, hidden] - late - own[hidden], 0.0)
-    figures[_LONG, rows] = np.where(late > 0, late, np.nan)
+    figures.self_seconds[rows] = own[hidden]
+    figures.wait_seconds[rows] = np.maximum(hosts.step_seconds[hidden] - late - own[hidden], 0.0)
+    figures.long_seconds[rows] = np.where(late > 0, late, np.nan)
     return rows
 
 
-def _settle_captured(figures: Floats, captured: Bools) -> bool:
+def _settle_captured(rule_figures: Floats, captured: Bools, is_measured: Bools) -> bool:
     """Steps slowed by recording are not compared with steps that a probe timed. True if the captured ones are used:
     no probe measures waiting."""
     if not captured.any():
         return False
-    is_measured = bool((~np.isnan(figures[_SELF]) & ~captured).any())
-    figures[:, captured if is_measured else ~captured] = np.nan
-    return not is_measured
+    rule_figures[:, captured if is_measured.any() else ~captured] = np.nan
+    return not is_measured.any()
 
 
 def _job_window(
@@ -191,21 +176,21 @@ def _job_window(
     )
 
 
-def _have_collectives(figures: Floats, job: Ints, jobs: int) -> list[bool]:
+def _have_collectives(figures: WindowFigures, groups: Floats, job: Ints, jobs: int) -> list[bool]:
     """Of each job, whether a rank has a process group that does more than send and receive, or DDP's timers."""
-    kinds = figures[_KIND :: len(GROUP_FIGURES)]
+    kinds = GroupSpans(*groups.swapaxes(0, 1)).kind
     meets = (~np.isnan(kinds) & (kinds != POINT_TO_POINT)).any(axis=0)
-    meets |= ~np.isnan(figures[_FORWARD])
+    meets |= ~np.isnan(figures.forward_seconds)
     return [bool(count) for count in np.bincount(job[meets], minlength=jobs)]
 
 
 def _clock_skews(
-    figures: Floats, job: Ints, layouts: Sequence[Layout], shifts: Mapping[str, float]
+    figures: WindowFigures, job: Ints, layouts: Sequence[Layout], shifts: Mapping[str, float]
 ) -> list[float | None]:
     """The largest difference between the clocks of a job's nodes, beyond what is known; None for one node. Synchronous
     ranks end the same step together, so the clocks are read at a common step."""
-    step_seconds = grouped_median(figures[_STEP], job, len(layouts))[job]
-    moved = figures[_LAST_STEP] - figures[_TOTAL] * step_seconds
+    step_seconds = grouped_median(figures.step_seconds, job, len(layouts))[job]
+    moved = figures.last_step_unix_seconds - figures.steps_total * step_seconds
     if shifts:
         moved -= np.array([shifts.get(who.node, 0.0) for layout in layouts for who in layout.members])
     node, node_count = number_groups(job, np.concatenate([layout.place for layout in layouts]))

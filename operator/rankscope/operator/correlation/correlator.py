@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,8 +42,6 @@ class JobState:
     exposed_communication_ratio: float | None
     windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is parsed on access
     window_end_unix_seconds: float = 0.0  # of the evaluated windows; `windows` may be newer
-    # By rank, per step, where only the comparison of ranks shows it: `self_seconds` and `wait_seconds`.
-    self_and_wait_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     restarts: int = 0  # that were seen: all processes were replaced
 
     @property
@@ -162,9 +160,8 @@ class Correlator:
             step_seconds=_known(median_or_nan(columns.step_seconds)),
             mfu_ratio=_known(median_or_nan(columns.mfu_ratio)),
             exposed_communication_ratio=_known(_mean(columns.wait_seconds / columns.step_seconds)),
-            windows=latest,
+            windows=latest.with_compared(_compared(columns)),
             window_end_unix_seconds=window.end_unix_seconds,
-            self_and_wait_seconds=_compared(columns),
             restarts=self._restarts[job],
         )
         if before is not None and state.step_seconds is None:

@@ -111,9 +111,13 @@ class HeldWindow:
 class HeldWindows(Sequence[RankWindow]):
     """Messages in the order of their ranks, each parsed on access; identities need no parsing."""
 
-    def __init__(self, windows: Mapping[int, HeldWindow]) -> None:
-        """By rank; `windows` must not change afterwards."""
+    def __init__(
+        self, windows: Mapping[int, HeldWindow], compared: Mapping[int, tuple[float, float]] | None = None
+    ) -> None:
+        """By rank; `windows` must not change afterwards. `compared`: self time and waiting of ranks that do not know
+        them, as only the comparison of ranks shows them. Their messages have these."""
         self._windows = windows
+        self.compared = compared or {}
         self._identities: dict[int, RankIdentity] | None = None
         self._ordered: list[HeldWindow] | None = None
 
@@ -130,7 +134,17 @@ class HeldWindows(Sequence[RankWindow]):
 
     def of(self, rank: int) -> RankWindow | None:
         window = self._windows.get(rank)
-        return None if window is None else window.message()
+        return None if window is None else self._message(window)
+
+    def _message(self, held: HeldWindow) -> RankWindow:
+        window = held.message()
+        known = self.compared.get(held.who.rank)
+        if known is not None:
+            window.self_seconds.mean, window.wait_seconds.mean = known
+        return window
+
+    def with_compared(self, compared: Mapping[int, tuple[float, float]]) -> HeldWindows:
+        return HeldWindows(self._windows, compared)
 
     @property
     def in_order(self) -> Sequence[HeldWindow]:
@@ -142,7 +156,7 @@ class HeldWindows(Sequence[RankWindow]):
         return len(self._windows)
 
     def __iter__(self) -> Iterator[RankWindow]:
-        return (window.message() for window in self.in_order)
+        return map(self._message, self.in_order)
 
     @overload
     def __getitem__(self, index: int) -> RankWindow: ...
@@ -150,5 +164,5 @@ class HeldWindows(Sequence[RankWindow]):
     def __getitem__(self, index: slice) -> Sequence[RankWindow]: ...
     def __getitem__(self, index: int | slice) -> RankWindow | Sequence[RankWindow]:
         if isinstance(index, slice):
-            return [window.message() for window in self.in_order[index]]
-        return self.in_order[index].message()
+            return [self._message(window) for window in self.in_order[index]]
+        return self._message(self.in_order[index])

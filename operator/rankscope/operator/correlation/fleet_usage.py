@@ -29,7 +29,7 @@ from rankscope.analysis.fleet.facts import (
 from rankscope.analysis.fleet.tables import moment
 from rankscope.analysis.quantities import count
 from rankscope.analysis.verdicts.verdict import Kind, Severity
-from rankscope.analysis.verdicts.window_columns import FIGURES, columns
+from rankscope.analysis.verdicts.window_columns import by_name, columns
 from rankscope.common.metric_table import label
 from rankscope.common.run_names import run_labels
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
@@ -44,8 +44,6 @@ MAX_ROWS: Final = 100_000  # of all runs together
 MAX_CULPRITS: Final = 16  # of a verdict
 EARLIER: Final = "(runs that ended earlier)"
 OTHER_NODES: Final = "(other nodes)"
-_UTILIZATION: Final = FIGURES.index("gpu_utilization_ratio")
-_MEMORY: Final = FIGURES.index("gpu_memory_used_bytes")
 
 Rows = dict[tuple[str, ...], float]
 
@@ -190,20 +188,20 @@ class FleetUsage:
         self, state: JobState, run: _Run, places: frozenset[tuple[str, str]], runs_of_gpu: Mapping[tuple[str, str], int]
     ) -> _Sample:
         held = _held(state)
-        figures = columns([window.figures for window in held])
+        figures = by_name(columns([window.figures for window in held]))
         gpus: dict[str, float] = {}
         for node, gpu in places:
             gpus[node] = gpus.get(node, 0.0) + 1.0 / runs_of_gpu[node, gpu]
         lone = None
         if state.world_size == 1 and len(held) == 1 and places:
-            lone = _known(figures[_UTILIZATION, 0])
-            self._read_lone(run, held[0], _known(figures[_MEMORY, 0]))
+            lone = _known(figures.gpu_utilization_ratio[0])
+            self._read_lone(run, held[0], _known(figures.gpu_memory_used_bytes[0]))
         verdict = state.verdict
         finding = verdict.kind if verdict.kind.is_finding and verdict.severity is not Severity.NONE else None
         return _Sample(
             gpus=gpus,
             ranks_without_gpu=sum(not window.identity.gpu_uuid for window in held),
-            utilization=_tenths(held, figures[_UTILIZATION], runs_of_gpu),
+            utilization=_tenths(held, figures.gpu_utilization_ratio, runs_of_gpu),
             mfu_ratio=None if verdict.kind is Kind.HANG else state.mfu_ratio,
             finding=finding,
             culprits=() if finding is None else tuple(_culprits(state)),

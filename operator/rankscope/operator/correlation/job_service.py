@@ -30,10 +30,6 @@ def job_status(state: JobState) -> pb.JobStatus:
         verdict=verdict_message(state.verdict, state.since_unix_seconds),
         ranks=state.windows,
     )
-    for window in status.ranks:
-        known = state.self_and_wait_seconds.get(window.identity.rank)
-        if known is not None:
-            window.self_seconds.mean, window.wait_seconds.mean = known
     for name in ("step_seconds", "mfu_ratio", "exposed_communication_ratio"):
         value = getattr(state, name)
         if value is not None:

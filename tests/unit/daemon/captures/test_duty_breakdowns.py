@@ -68,15 +68,15 @@ def test_figures_of_a_probe_that_measures_waiting_are_not_touched(measured: dict
 def test_a_probe_that_only_counts_steps_is_helped_out() -> None:
     breakdown = breakdown_of(entry([0.1, 0.1], [0.04, 0.04], [0.05, 0.05]))
     assert breakdown is not None
-    window = RankWindow(steps=20, steps_total=500, host_seconds=0.02, sources={"steps": SOURCE_PROBE})
+    window = RankWindow(steps=20, steps_total=500, figures={"host_seconds": 0.02}, sources={"steps": SOURCE_PROBE})
     window.step_seconds.mean = 0.08
-    window.input_seconds = 0.035  # of all steps of the window: not beside those of two
+    window.figures["input_seconds"] = 0.035  # of all steps of the window: not beside those of two
     shown = RankWindow.FromString(window.SerializeToString())
     fill(window, breakdown)
     assert (window.steps, window.steps_total, window.wait_source) == (2, 500, "capture")
     assert window.step_seconds.mean == pytest.approx(0.1)
     assert (window.self_seconds.mean, window.wait_seconds.mean) == pytest.approx((0.06, 0.04))
-    assert not window.HasField("input_seconds")
+    assert "input_seconds" not in window.figures
     names = ("steps", "step_seconds", "self_seconds", "wait_seconds", "communication_seconds")
     assert {window.sources[name] for name in names} == {SOURCE_CAPTURE}
 

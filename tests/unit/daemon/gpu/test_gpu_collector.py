@@ -221,9 +221,9 @@ def test_a_window_carries_only_known_and_sane_error_counts() -> None:
 def test_the_gpus_peak_gives_the_mfu_without_a_declared_one() -> None:
     window = window_of(GpuSample(1, uuid="GPU-1", model="G"), ProbeFacts(model_flops_per_step=5e14))
     assert (window.peak_flops_per_second, window.sources["peak_flops_per_second"]) == (1e15, SOURCE_GPU)
-    assert window.mfu_ratio == pytest.approx(0.5)
+    assert window.figures["mfu_ratio"] == pytest.approx(0.5)
     declared = window_of(GpuSample(1, model="G"), ProbeFacts(model_flops_per_step=5e14, peak_flops_per_second=2e15))
-    assert declared.mfu_ratio == pytest.approx(0.25)
+    assert declared.figures["mfu_ratio"] == pytest.approx(0.25)
 
 
 def test_the_problem_of_a_gpu_reaches_the_window(tmp_path: Path) -> None:

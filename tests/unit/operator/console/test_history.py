@@ -45,10 +45,7 @@ def test_device_self_time_and_wait_match_the_comparison_of_ranks() -> None:
     played = Played()
     played.tick(ranks=2)
     played.now += TICK_SECONDS
-    state = replace(
-        played.view().state, evaluated_unix_seconds=played.now, self_and_wait_seconds={1: (0.5, 0.25), 7: (1, 1)}
-    )
-    played.evaluate(state)
+    played.compare({1: (0.5, 0.25), 7: (1, 1)})
     assert matrix(played.view())[1].tolist() == pytest.approx([0.091, 0.5])
     assert matrix(played.view(), "wait_seconds")[1].tolist() == pytest.approx([0.01, 0.25])
 

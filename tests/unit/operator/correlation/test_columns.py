@@ -27,7 +27,7 @@ def test_step_means_arrive_unchanged_and_absent_ones_are_nan() -> None:
         step_seconds=StepStatistics(mean=0.1),
         self_seconds=StepStatistics(mean=0.06, p10=0.05, p90=0.075),
         wait_seconds=StepStatistics(mean=0.04, p10=0.01),
-        forward_seconds=0.02,
+        figures={"forward_seconds": 0.02},
         process=window_pb2.ProcessUsage(starved_seconds=0.5),
     )
     columns = job_window([window], 2).columns
@@ -41,7 +41,7 @@ def test_where_waiting_is_sampled_the_number_of_samples_arrives() -> None:
     window = a_window(
         steps=20,
         step_seconds=StepStatistics(mean=0.1),
-        host_seconds=0.1,
+        figures={"host_seconds": 0.1},
         groups=[window_pb2.GroupSpan(number=7, size=2, kind=4, samples=3, seconds=0.01, step_seconds=0.1)],
     )
     assert job_window([window], 2).columns.self_steps.tolist() == [3.0]
@@ -50,7 +50,7 @@ def test_where_waiting_is_sampled_the_number_of_samples_arrives() -> None:
 
 
 def test_a_measured_zero_is_not_an_absent_value() -> None:
-    window = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), input_seconds=0.0)
+    window = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), figures={"input_seconds": 0.0})
     assert job_window([window], 2).columns.input_seconds[0] == 0.0
 
 
@@ -114,7 +114,7 @@ def test_groups_of_messages_only_are_no_collectives() -> None:
         groups = [window_pb2.GroupSpan(number=7, size=2, kind=kind, samples=3, step_seconds=0.1) for kind in kinds]
         return a_window(rank=rank, steps=20, step_seconds=StepStatistics(mean=0.1), groups=groups)
 
-    with_ddp = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), forward_seconds=0.03)
+    with_ddp = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), figures={"forward_seconds": 0.03})
     assert job_window([with_ddp], 2).has_collectives
     messages = ring_layout.GROUP_POINT_TO_POINT
     assert not job_window([exchanging(0, messages), exchanging(1)], 2).has_collectives

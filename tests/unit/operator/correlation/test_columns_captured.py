@@ -52,7 +52,7 @@ def test_ranks_of_another_node_may_tell_of_their_capture_later() -> None:
 
 def blind(rank: int) -> window_pb2.RankWindow:
     """A probe that counts steps and cannot tell what they wait for."""
-    return a_window(rank, steps=20, step_seconds=StepStatistics(mean=0.09), host_seconds=0.09)
+    return a_window(rank, steps=20, step_seconds=StepStatistics(mean=0.09), figures={"host_seconds": 0.09})
 
 
 def test_a_probe_blind_to_waiting_leaves_the_job_to_captures() -> None:
@@ -66,6 +66,6 @@ def test_a_probe_blind_to_waiting_leaves_the_job_to_captures() -> None:
 
 def test_a_captured_device_step_keeps_its_minimum_wait() -> None:
     recorded = captured(0)
-    recorded.host_seconds = 0.1
+    recorded.figures["host_seconds"] = 0.1
     columns = job_window([recorded], 1).columns
     assert (columns.transfer_seconds[0], columns.wait_seconds[0]) == pytest.approx((0.03, 0.04))
