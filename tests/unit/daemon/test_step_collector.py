@@ -201,7 +201,7 @@ def test_a_long_step_that_ddp_did_not_measure(
     assert found.waited_seconds == waited_seconds
 
 
-def test_a_record_is_read_by_the_names_it_was_written_by(writer: Writer) -> None:
+def test_a_record_is_read_by_the_names_in_its_layout(writer: Writer) -> None:
     written = {name: 0.5 + place for place, name in enumerate(ring_layout.SECONDS)}
     writer.ring.append(7, 5, written, flags=3, steps=2)
     records, whole = ring_reader.read_records(writer.ring._fd, 1, 1)

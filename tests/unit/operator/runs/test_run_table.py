@@ -13,8 +13,7 @@ from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.crds import KINDS
 from rankscope.operator.kube.resources import TrainingRunSpec, TrainingRunStatus, Workload
-from rankscope.operator.runs.inventory import Run
-from rankscope.operator.runs.run_grouping import RunKey
+from rankscope.operator.runs.inventory import Run, RunKey
 from rankscope.operator.runs.status import run_status
 
 README = Path(__file__).parents[4] / "README.md"
