@@ -195,10 +195,11 @@ def test_a_stall_seen_in_stacks_keeps_its_length_across_jumps(jump: float) -> No
 IN_ANOTHER_TIME = """
 import sys, time
 from rankscope.probe.ring import Ring
+from rankscope.probe.ring_layout import SECONDS
 ring = Ring()
 print("ready", flush=True)
 for _ in sys.stdin:
-    ring.append(time.monotonic_ns(), 10_000_000, dict.fromkeys(ring_layout.SECONDS, 0.0), 0, 1)
+    ring.append(time.monotonic_ns(), 10_000_000, dict.fromkeys(SECONDS, 0.0), 0, 1)
     print("stepped", flush=True)
 """
 

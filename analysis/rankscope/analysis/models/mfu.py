@@ -70,6 +70,16 @@ def declared_token_flops(flops_per_token: float) -> TokenFlops:
     return TokenFlops(flops_per_token, None)
 
 
+def step_mfu_ratio(
+    flops_per_step: float | None, step_seconds: float | None, peak_flops_per_second: float | None
+) -> float | None:
+    """Of one GPU; None if one of them is unknown, infinite where a declared number is absurd."""
+    if flops_per_step is None or not step_seconds or not peak_flops_per_second:
+        return None
+    available = step_seconds * peak_flops_per_second
+    return flops_per_step / available if available > 0 else math.inf
+
+
 def utilisation(
     flops: TokenFlops, tokens_per_second: float, gpus: int, peak_flops_per_second: float, recompute: Recompute
 ) -> Utilisation:

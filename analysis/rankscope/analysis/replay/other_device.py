@@ -11,6 +11,7 @@ from enum import IntEnum
 import numpy as np
 
 from rankscope.analysis.models.device_peaks import DTYPES, DeviceSpec, PeakError, find_peak
+from rankscope.analysis.models.mfu import step_mfu_ratio
 from rankscope.analysis.quantities import number
 from rankscope.analysis.replay.changes import Change
 from rankscope.analysis.replay.edits import Ranks, Traced
@@ -91,10 +92,8 @@ class OtherDevice:
 
     def mfu_ratio(self, step_ns: float | None, device: DeviceSpec) -> float | None:
         """FLOPs of the step as a share of what the device could do in it."""
-        if not step_ns or self.flops_per_step is None or self.number_format is None:
-            return None
-        _, tflops = _peak(device, self.number_format)
-        return None if tflops is None else self.flops_per_step / (step_ns * tflops * 1000)
+        tflops = None if self.number_format is None else _peak(device, self.number_format)[1]
+        return step_mfu_ratio(self.flops_per_step, step_ns and step_ns * 1e-9, tflops and tflops * 1e12)
 
 
 def predict_on(

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import Message
 
+from rankscope.analysis.models.mfu import step_mfu_ratio
 from rankscope.analysis.verdicts.figures import FIGURES, OF_STEPS, PARTS_OF_SELF
 from rankscope.analysis.verdicts.network import NodeNetwork
 from rankscope.analysis.verdicts.window_columns import GROUP_FIGURES, GROUPS, pack
@@ -329,9 +330,10 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: PeakOfDev
     if _is_positive(peak):
         window.peak_flops_per_second = peak or 0.0
         window.sources["peak_flops_per_second"] = SOURCE_PROBE
-    if not window.step_seconds.mean or not window.model_flops_per_step or not window.peak_flops_per_second:
+    known_flops = window.model_flops_per_step or None
+    ratio = step_mfu_ratio(known_flops, window.step_seconds.mean, window.peak_flops_per_second)
+    if ratio is None:
         return
-    ratio = window.model_flops_per_step / (window.step_seconds.mean * window.peak_flops_per_second)
     if math.isfinite(ratio):
         window.figures["mfu_ratio"] = ratio
         window.sources["mfu_ratio"] = SOURCE_PROBE

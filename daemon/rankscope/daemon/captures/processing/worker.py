@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from rankscope.analysis.models.device_peaks import peak_flops_per_second
+from rankscope.analysis.models.mfu import step_mfu_ratio
 from rankscope.analysis.replay.graph import ReplayError
 from rankscope.analysis.replay.prediction import forecast, gain_sentence
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, break_down
@@ -163,10 +164,8 @@ def joined_of(join: Join) -> Joined:
 def _mfu_ratio(device: str, step_seconds: float | None, job: RankJob) -> float | None:
     """Of the declared FLOPs; None if they, the step time or the device's peak are unknown."""
     peak = job.peak_flops_per_second or peak_flops_per_second(device)
-    if not (job.flops_per_step and peak and step_seconds and step_seconds > 0):
-        return None
-    ratio = job.flops_per_step / (step_seconds * peak)
-    return ratio if math.isfinite(ratio) else None
+    ratio = step_mfu_ratio(job.flops_per_step or None, step_seconds, peak)
+    return ratio if ratio is not None and 0 <= ratio < math.inf else None
 
 
 @dataclass(frozen=True)
