@@ -199,6 +199,14 @@ def test_alertmanager_knows_only_alerts_that_exist() -> None:
     assert set(re.findall(r'alertname="(\w+)"', text)) <= set(NAMES)
 
 
+def test_a_hang_inhibits_alerts_on_verdicts_of_pace() -> None:
+    hang = (RULES / "alertmanager.example.yaml").read_text().partition('alertname="RankscopeHang"')[2]
+    (inhibited,) = re.findall(r"alertname=~\"Rankscope\(([^)]*)\)", hang.partition("equal:")[0])
+    on_verdicts = {rule["alert"] for rule in ALERTS if rule["labels"].get("evidence") == "verdict"}
+    absence = {"RankscopeRankMissing", "RankscopeTelemetryMissing"}  # which may be why it hangs
+    assert on_verdicts - absence - {"RankscopeHang"} <= {f"Rankscope{name}" for name in inhibited.split("|")}
+
+
 def test_the_example_posts_alerts_to_the_receiving_port() -> None:
     parser = argparse.ArgumentParser()
     operator.add_arguments(parser)
