@@ -83,11 +83,11 @@ function Histogram({ of }: { of: RunDetail["step_histogram"] }) {
   );
 }
 
-/** The ranks with the longest own time, in the order of ranks. */
+/** The ranks with the most work in phases, in the order of ranks. */
 function phaseRows(details: RunDetail): PhaseRow[] {
   const phases = Object.entries(details.phase_seconds);
-  const own = details.layout.ranks.map((_, at) => phases.reduce((sum, [name, values]) => (name === "wait_seconds" ? sum : sum + (values[at] ?? 0)), 0));
-  const longest = own.map((_, at) => at).sort((a, b) => (own[b] ?? 0) - (own[a] ?? 0)).slice(0, BARS_SHOWN);
+  const work = details.layout.ranks.map((_, at) => phases.reduce((sum, [name, values]) => (name === "wait_seconds" ? sum : sum + (values[at] ?? 0)), 0));
+  const longest = work.map((_, at) => at).sort((a, b) => (work[b] ?? 0) - (work[a] ?? 0)).slice(0, BARS_SHOWN);
   const rows = longest.map((at) => ({
     rank: details.layout.ranks[at] ?? 0,
     label: `rank ${details.layout.ranks[at] ?? 0}`,
@@ -148,7 +148,7 @@ function Breakdown({ run, known, moments }: { run: string; known: RunDetail; mom
       <section class="card">
         <h2>Time of a step, by rank</h2>
         <PhaseBars run={run} rows={phaseRows(known)} definition="Self time by phase, and waiting for others, per step" />
-        {known.layout.ranks.length > BARS_SHOWN && <p class="faint">The {BARS_SHOWN} with the longest self time of {known.layout.ranks.length} ranks.</p>}
+        {known.layout.ranks.length > BARS_SHOWN && <p class="faint">The {BARS_SHOWN} of {known.layout.ranks.length} ranks with the most work in these phases.</p>}
       </section>
       <section class="card">
         <Chart title="Step time" definition="Step time, median of the ranks. Lines are verdicts, captures and restarts" unit="seconds" times={known.pace.ends} lines={[{ name: "step", colour: COHORT, values: known.pace.series[0]?.values ?? [] }]} marks={moments.map((one) => one.unix_seconds)} />
