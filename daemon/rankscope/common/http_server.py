@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import ipaddress
 import logging
+import re
 import socket
 import ssl
 import threading
@@ -36,6 +37,7 @@ MAX_REFUSALS = 256
 # CPU time that was not used is kept for a burst.
 BURST_SECONDS, PAUSE_SECONDS = 5.0, 0.5
 TEXT, JSON = "text/plain; charset=utf-8", "application/json"
+_REQUEST_LINE = re.compile(rb"[!-~]+ \S+( HTTP/\S+)?\r?\n")
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,10 @@ class _Handler(BaseHTTPRequestHandler):
         """False if there is no request to answer any more."""
         head = bytearray()
         while line := self.rfile.readline(HEAD_BYTES + 1 - len(head)):
+            # A TLS client on a plain port waits for an answer to its first bytes, and sends no more.
+            if not head and line.endswith(b"\n") and not _REQUEST_LINE.match(line):
+                self.send_error(400)
+                return False
             head += line
             if len(head) > HEAD_BYTES:
                 self.send_error(431)

@@ -1207,7 +1207,7 @@ class RankWindow(_message.Message):
 
     @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The other figures, by their names in analysis/verdicts/figures.py: of what is measured in each step the mean, over
+        """The other figures, by their names in analysis/verdicts/figures.py: of what is measured in each step the mean over
         the steps in which it was measured. Seconds of phases may overlap where the work does (communication under backward).
         """
 
@@ -1241,7 +1241,7 @@ class RankWindow(_message.Message):
 
     @_builtins.property
     def sources(self) -> _containers.ScalarMap[_builtins.str, Global___Source.ValueType]:
-        """Field name to the source that produced it; a name that is missing was not measured."""
+        """Field or figure to the source that produced it; a name that is missing was not measured."""
 
     @_builtins.property
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -174,6 +174,16 @@ def test_nonsense_is_refused_without_being_repeated(start: Start) -> None:
             assert b"Python" not in answer
 
 
+def test_a_tls_client_on_a_plain_port_gets_400(start: Start) -> None:
+    server = start(request_seconds=LIMIT_SECONDS)
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="a").do_handshake()
+    with connect(server) as secure:
+        secure.sendall(hello.read())  # and waits for the server's part
+        assert ended(secure).startswith(b"HTTP/1.1 400")
+
+
 def tls_context(authority: Authority, shown: Pair | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(authority.certificate))
     if shown is not None:

@@ -38,7 +38,7 @@ class HostSteps:
         return HostSteps(*(np.append(*pair)[-MAX_STEPS:].copy() for pair in pairs))
 
     def pace(self) -> Mapping[str, float]:
-        """Figures. None where steps are timed by the host, or too few are known."""
+        """Figures; none where steps are timed by the host, or too few are known."""
         is_sampled = ~np.isnan(self.run_ahead_seconds)
         if len(self.host_seconds) < STEPS_NEEDED or not is_sampled.any():
             return {}
