@@ -40,9 +40,13 @@ def load() -> dict[str, SuiteResults]:
 
 
 def commit() -> str:
-    """With a mark if files were changed since."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """With a mark if files were changed since, other than by the suites before."""
+    is_dirty = _git("diff", "--name-only", "HEAD", "--", f":!{FILE.relative_to(ROOT)}")
+    return _git("rev-parse", "--short=7", "HEAD") + ("-dirty" if is_dirty else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def keep(suite: str, results: SuiteResults) -> None:

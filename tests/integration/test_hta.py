@@ -100,7 +100,7 @@ def disagreements(file: Path, hta: Mapping[str, Any]) -> list[str]:
 
 
 def test_real_traces_break_down_as_by_hta(compared: Compared) -> None:
-    assert len(compared.given("real", "span_us")) == 3
+    assert len(compared.given("real", "span_us")) >= 8
     assert compared.disagreements("real") == []
 
 
