@@ -8,6 +8,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.analysis.profiles.frames import is_library
 from rankscope.analysis.verdicts.verdict import Severity, milliseconds
 from rankscope.cli.terminal import make_table
 from rankscope.common.text import one_line
@@ -114,7 +115,7 @@ def _range(window: RankWindow) -> str:
 
 
 def _hottest(window: RankWindow) -> str:
-    own = [frame for frame in window.stacks.frames if "site-packages" not in frame.file and frame.own_share > 0]
+    own = [frame for frame in window.stacks.frames if not is_library(frame.file) and frame.own_share > 0]
     if not own:
         return "–"
     frame = max(own, key=lambda f: f.own_share)

@@ -11,6 +11,7 @@ KERNEL: Final = "kernel"  # on a GPU
 KINDS: Final = (PYTHON, NATIVE, KERNEL)
 
 _LIBRARY_FOLDERS: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/rankscope/probe/", "/torchinductor_")
+_DEMO_FOLDER: Final = "/rankscope/cli/demo_job/"  # a program of its own, wherever pip puts it
 
 
 class Frame(NamedTuple):
@@ -40,4 +41,5 @@ def is_user_code(frame: Frame) -> bool:
 @lru_cache(maxsize=8192)
 def is_library(file: str) -> bool:
     path = "/" + file
-    return file.startswith("<") or any(folder in path for folder in _LIBRARY_FOLDERS)
+    is_in_library = any(folder in path for folder in _LIBRARY_FOLDERS) and _DEMO_FOLDER not in path
+    return file.startswith("<") or is_in_library

@@ -127,3 +127,4 @@ def test_user_code_is_what_its_author_can_change() -> None:
     assert not is_user_code(Frame("f", "/usr/lib/python3.11/threading.py", 1))
     assert not is_user_code(Frame("f", "<frozen importlib._bootstrap>", 1))
     assert not is_user_code(Frame("f", "/home/me/rankscope/daemon/rankscope/probe/torch_timers.py", 1))
+    assert is_user_code(Frame("f", LIBRARY + "rankscope/cli/demo_job/model.py", 1))  # of the installed demo
