@@ -1,4 +1,4 @@
-"""Jobs of `transformer_job.py`, which know nothing of Rankscope, and what they recorded about themselves."""
+"""Starts `transformer_job.py`, which does not use Rankscope, and reads what it recorded."""
 
 from __future__ import annotations
 

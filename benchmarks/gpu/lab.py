@@ -83,7 +83,7 @@ def lab_job(
     cores: Sequence[int] = (),
     label: str = "job",
 ) -> Iterator[LabJob]:
-    """Starts ranks of a script; they are gone at the end, whatever happens.
+    """Starts the ranks of a script, and ends them on exit.
 
     `JOB_PYTHONPATH` names where the job finds packages that the interpreter does not have."""
     with contextlib.ExitStack() as stack:

@@ -21,22 +21,22 @@ END_SECONDS = 240.0
 
 
 def slow_line(of: str = "all ranks") -> int:
-    """Where all ranks sleep in every step, or `one rank` does."""
+    """The line where all ranks sleep in every step, or where `one rank` does."""
     mark = f"# SLOW LINE of {of}"
     return 1 + next(number for number, line in enumerate(SCRIPT.read_text().splitlines()) if line.endswith(mark))
 
 
 @contextmanager
 def small_ddp_job(run_id: str, ranks: int = 2, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Ranks under torchrun, past their twentieth step. A job of its own run id, whatever else runs here. It is told to
-    end and has ended after that, if it did not before."""
+    """Starts ranks under torchrun and waits for their twentieth step. The run ID keeps the job apart from other jobs on
+    the machine. On exit the job is asked to stop, and has stopped."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_"))}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_id, str(SCRIPT)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         variables = {"JOB_FOLDER": name, "JOB_WORKERS": "1", "OMP_NUM_THREADS": "1", **environment}
-        # A session of its own, so that launcher, ranks and workers can be ended together.
+        # A new session, so that one signal ends launcher, ranks and workers.
         with (folder / "log").open("wb") as log:
             job = subprocess.Popen(command, env=kept | variables, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -53,5 +53,5 @@ def small_ddp_job(run_id: str, ranks: int = 2, **environment: str) -> Iterator[s
 
 
 def as_rank(pid: int, number: int = 0) -> RankProcess:
-    """Any process, as if discovery had found it."""
+    """Returns a process as discovery would return a rank."""
     return RankProcess("test", number, number, 4, pid, procfs.read_stat(f"/proc/{pid}").start_ticks, (pid,))

@@ -1,4 +1,4 @@
-"""The daemon sends a training process no signal and never stops or traces it, whatever is asked of it."""
+"""The daemon never signals, stops or traces a training process, for any request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope.common.run_names import run_labels
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving
 
 PTRACE_SEIZE = 0x4206
-# Blocked signals stay pending, so that each one that was ever sent is seen. Threads inherit the mask of this one.
+# Blocked signals stay pending, so the test sees every signal that was sent. Threads inherit the mask.
 JOB = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -32,7 +32,8 @@ while True:
 
 @contextmanager
 def traced_job(run: str) -> Iterator[int]:
-    """A rank that this process traces: nobody else can attach to it, and each of its stops is told here."""
+    """Starts a rank that the test traces. A process has one tracer, so the daemon cannot attach, and the kernel reports
+    every stop to the test."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     environment = {**os.environ, **place, "TORCHELASTIC_RUN_ID": run, "RANKSCOPE_PROBE": "1"}
     with subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, text=True, env=environment) as job:

@@ -35,7 +35,7 @@ class Command:
         return said.out
 
     def json(self, *words: object, status: int = 0, is_quiet: bool = True) -> dict[str, Any]:
-        """The one object that is printed; quiet is what says nothing besides."""
+        """Returns the printed JSON object. The command must print nothing else."""
         said = self(*words, "--json")
         assert said.status == status, said
         assert not (is_quiet and said.err), said
@@ -44,7 +44,7 @@ class Command:
         return read
 
     def complaint(self, *words: object, status: int = 2) -> str:
-        """One line, and no answer."""
+        """Returns the error, which must be one line, with nothing on stdout."""
         said = self(*words)
         assert (said.status, said.out) == (status, "")
         assert said.err.startswith("error: ") and said.err.count("\n") == 1

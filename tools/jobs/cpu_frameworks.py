@@ -1,8 +1,8 @@
-"""The loops of `frameworks.py` on CPUs, and more that are tried on CPUs only. A model that sleeps stands for a device.
+"""The loops of `frameworks.py` on CPUs, and loops that run on CPUs only. A model that sleeps simulates a device.
 
-    python3 cpu_frameworks.py LOOP [ARGUMENT …]     does not end by itself
+    python3 cpu_frameworks.py LOOP [ARGUMENT …]     runs until it is killed
 
-The launcher says by environment which fault this job can have, and by a board (a shared file) in which step it begins.
+The launcher sets the fault in the environment, and its first step on a board (a shared file).
 Every rank runs the same code; only the slow rank sleeps, and only from that step on."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPERT_LAYERS = 3.0
 
 
 class Progress:
-    """Tells the launcher of every step, and learns from it whether this rank's fault is on."""
+    """Reports every step to the launcher, and reads whether this rank's fault is on."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -58,15 +58,15 @@ class Progress:
         self._active = ""
 
     def delay(self, place: str, times_a_step: int = 1) -> float:
-        """Seconds to sleep at a place that is passed so many times in a step."""
+        """Seconds to sleep at a place that a step passes `times_a_step` times."""
         return self._delay_seconds / times_a_step if self._active == place else 0.0
 
     def before_optimizer(self) -> None:
-        """No fault is there."""
+        """Has no fault."""
 
     def step_ended(self) -> None:
         """Call it between two steps."""
-        self._board.record_step(self.rank, time.time())  # the launcher wants to know when, not how long
+        self._board.record_step(self.rank, time.time())  # the launcher needs the time of the step, not its length
         self._step += 1
         begins = self._board.fault_step
         self._active = self._fault if begins is not None and self._step >= begins else ""
@@ -75,7 +75,7 @@ class Progress:
 progress = Progress()
 
 
-# What sleeps is an operator of its own, which a compiler calls and does not look into: no graph break.
+# The sleep is a custom operator, which the compiler calls as it is, without a graph break.
 @torch.library.custom_op("jobs::device_time", mutates_args=())
 def device_time(features: torch.Tensor, seconds: float) -> torch.Tensor:
     time.sleep(seconds)

@@ -216,8 +216,8 @@ class Course:
         if self._watch is None:
             self._first_step()
         else:
-            self._watch.tell()
-            self._shared[self._world + 1 + self._rank] = self._watch.told + 2  # the first step is not told
+            self._watch.write_finished()
+            self._shared[self._world + 1 + self._rank] = self._watch.written + 2  # the first step is not written
         self._shared[self._rank] = self._steps + 1
         if os.getppid() != self._parent:
             os._exit(4)
@@ -249,7 +249,7 @@ class Course:
         assert self._watch is not None
         if not self._asked.cpu:
             torch.cuda.synchronize()
-        self._watch.tell()
+        self._watch.write_finished()
         self._watch.close()
         self._fault.tell_blocks()
         write_fact(

@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 class Setup:
-    """What a loop needs: where to train, on what, what slows it down, and whom to tell about steps."""
+    """What a loop needs: device, data, fault, and the callback for each step."""
 
     def __init__(self, asked: argparse.Namespace, device: torch.device, fault: Any, course: Any, samples: Any) -> None:
         self.asked, self.device, self.fault, self.course, self.samples = asked, device, fault, course, samples
@@ -62,7 +62,7 @@ class Setup:
         return Network(self.asked.width, self.asked.layers, self.fault.in_forward).to(self.device)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Without an end; on the device."""
+        """Endless batches on the device."""
         # From memory that is not pinned, a copy may wait for the device.
         loader = DataLoader(
             self.samples,

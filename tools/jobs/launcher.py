@@ -1,5 +1,5 @@
-"""Starts the ranks of a training job as processes of their own, waits for what they say, and ends them. Used by
-benchmarks and tests; the scripts are beside this file."""
+"""Starts the ranks of a training job as processes, waits for the files that they write, and ends them. Benchmarks and
+tests use it; the scripts are in the same folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).resolve().parent
 HOST = "127.0.0.1"
 LOG_TAIL_CHARACTERS = 2000
 POLL_SECONDS = 0.05
-# What a job must not inherit: another job's place in it, probes, and settings of libraries that are measured.
+# A job must not inherit the rank of another job, a probe, or settings of the libraries that are measured.
 _DROPPED = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK", "MASTER_", "KINETO_", "TEARDOWN_", "PYTHONPATH", "OMP_", "NCCL_"),
     *("TORCHELASTIC_", "TORCH_", "CUDA_MPS_", "PYTEST_"),
@@ -32,30 +32,30 @@ _DROPPED = (
 
 
 class JobError(RuntimeError):
-    """A rank ended, or did not begin; the text holds the end of its log."""
+    """A rank ended or did not start. The text has the end of its log."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """One rank's steps by its own record."""
+    """The steps of one rank, as the rank recorded them."""
 
     host_end: np.ndarray  # unix seconds
     device_end: np.ndarray
     millis: np.ndarray
 
     def between(self, start: float, end: float) -> np.ndarray:
-        """Milliseconds of those that ended on the device in that time."""
+        """Milliseconds of the steps that ended on the device between two times."""
         kept: np.ndarray = self.millis[(self.device_end > start) & (self.device_end <= end)]
         return kept
 
     def first(self, position: int, count: int) -> np.ndarray:
-        """Milliseconds of so many steps from that one on."""
+        """Milliseconds of `count` steps from `position` on."""
         kept: np.ndarray = self.millis[position : position + max(0, count)]
         return kept
 
 
 def read_steps(path: Path) -> Steps:
-    """As `parts.Stopwatch` wrote them; a last line that is not complete is left out."""
+    """Reads what `parts.Stopwatch` wrote, without an incomplete last line."""
     lines = path.read_text().rpartition("\n")[0].splitlines()
     table = np.array([line.split() for line in lines], dtype=float).reshape(-1, 3)
     return Steps(table[:, 0] / 1e9, table[:, 1] / 1e9, table[:, 2])
@@ -63,7 +63,7 @@ def read_steps(path: Path) -> Steps:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes of one job, by rank. They write to `folder`: their logs, and what their script says about itself."""
+    """The processes of one job, by rank. They write logs and results to `folder`."""
 
     processes: tuple[subprocess.Popen[bytes], ...]
     folder: Path
@@ -74,7 +74,7 @@ class Ranks:
         return any(process.poll() is None for process in self.processes)
 
     def check(self, *, may_end: bool = False) -> None:
-        """Raises JobError if a rank has ended, or if that is allowed, if one has failed."""
+        """Raises JobError if a rank has failed, or has ended where that is not allowed."""
         for rank, process in enumerate(self.processes):
             if process.poll() is not None and not (may_end and process.returncode == 0):
                 raise JobError(f"rank {rank} ended with {process.returncode}:\n{self.log_tail(rank)}")
@@ -89,7 +89,7 @@ class Ranks:
         return read_steps(self.folder / f"steps-{rank}")
 
     def fact(self, name: str) -> dict[str, Any] | None:
-        """What the job has written to a file, if it has."""
+        """Reads a JSON file of the job; None if it does not exist."""
         path = self.folder / name
         if not path.exists():
             return None
@@ -97,7 +97,7 @@ class Ranks:
         return found
 
     def have_written(self, name: str) -> bool:
-        """Whether each rank has made its file; `{}` in the name is the rank."""
+        """Whether each rank has written its file. `{}` in the name is the rank."""
         return all((self.folder / name.format(rank)).exists() for rank in range(len(self.processes)))
 
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float, *, may_end: bool = False) -> None:
@@ -110,24 +110,24 @@ class Ranks:
             time.sleep(POLL_SECONDS)
 
     def wait_until_ended(self, seconds: float) -> None:
-        """All ranks, as they should."""
+        """Waits until all ranks have ended with status 0."""
         self.wait_for(lambda: not self.running, "the end of all ranks", seconds, may_end=True)
         self.check(may_end=True)
 
     def terminate(self, seconds: float, first: int | None = None) -> None:
-        """Asks all ranks to end, or the first ones, and waits so long."""
+        """Sends SIGTERM to all ranks, or to the first ones, and waits up to the timeout."""
         for process in self.processes[:first]:
             process.terminate()
         self.wait(seconds)
 
     def wait(self, seconds: float) -> None:
-        """Until all have ended, but no longer."""
+        """Waits until all ranks have ended, up to the timeout."""
         give_up_at = time.monotonic() + seconds
         while self.running and time.monotonic() < give_up_at:
             time.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
-        """Ranks with all that they have started; a session outlives its leader."""
+        """Kills the ranks and their children. A session outlives its leader."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -146,8 +146,8 @@ def start_ranks(
     python: str | Path = sys.executable,
     cores: Sequence[int] = (),
 ) -> Iterator[Ranks]:
-    """A script beside this file, run in `folder`. The ranks are killed in the end, and by the kernel if the thread that
-    called this dies."""
+    """Runs a script of this folder in `folder`. The ranks are killed on exit, and by the kernel if the calling thread
+    dies."""
     port = choose_port()
     base = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     base |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}

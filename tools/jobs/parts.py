@@ -1,5 +1,5 @@
-"""What jobs share, in the process of a rank: the process group, a block of a transformer, a record of its own steps,
-and facts for whoever started it. The folder of the scripts is on their path, and nothing of Rankscope need be."""
+"""Code that the training jobs share: the process group, a transformer block, step times, and JSON files for the
+launcher. Jobs import it from their own folder. It does not import Rankscope."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLUSH_SECONDS = 0.2
 
 
 def set_up_torch(cpu: bool) -> torch.device:
-    """One thread a rank on CPUs, otherwise the first GPU; the same weights on all ranks."""
+    """Uses one thread per rank on CPUs, otherwise the first GPU. All ranks start with the same weights."""
     if cpu:
         torch.set_num_threads(1)
     else:
@@ -28,21 +28,21 @@ def set_up_torch(cpu: bool) -> torch.device:
 
 
 def set_up(cpu: bool, backend: str = "", **options: Any) -> torch.device:
-    """Over gloo on CPUs and NCCL on GPUs, unless a backend is given; ranks find each other by their environment."""
+    """Creates the process group from the environment, by default with gloo on CPUs and NCCL on GPUs."""
     device = set_up_torch(cpu)
     dist.init_process_group(backend or ("gloo" if cpu else "nccl"), **options)
     return device
 
 
 def write_fact(path: Path, fact: dict[str, Any]) -> None:
-    """At once: whoever waits for the file finds all of it."""
+    """Writes a JSON file atomically, so that a reader never sees a part of it."""
     mine = path.with_suffix(f".{os.getpid()}")
     mine.write_text(json.dumps(fact))
     mine.replace(path)
 
 
 class Block(nn.Module):
-    """Of a transformer."""
+    """A transformer block."""
 
     def __init__(self, width: int, causal: bool = True) -> None:
         super().__init__()
@@ -60,22 +60,21 @@ class Block(nn.Module):
 
 
 class Stopwatch:
-    """Device time of each step, by CUDA events on a GPU. Never waits for the device: a step is told when a later one
-    finds it done. The file grows by a line a step: when it ended by the host's clock, when on the device (unix ns), and
-    how long it took there (ms)."""
+    """Records the device time of each step, with CUDA events on a GPU, without waiting for the device. A line of the
+    file is a finished step: its end by the host's clock and on the device (Unix ns), and its device time (ms)."""
 
     def __init__(self, on_cuda: bool, path: Path) -> None:
         self._on_cuda = on_cuda
         self._file = path.open("w")
         self._pending: deque[tuple[int, Any]] = deque()
         self._flushed = time.monotonic()
-        self.told = 0  # steps
+        self.written = 0  # steps
         if on_cuda:
             torch.cuda.synchronize()
         self._device_ns = time.time_ns()
         self._pending.append((self._device_ns, self._now()))
 
-    def tell(self) -> None:
+    def write_finished(self) -> None:
         self._pending.append((time.time_ns(), self._now()))
         while len(self._pending) > 1 and (not self._on_cuda or self._pending[1][1].query()):
             before = self._pending.popleft()[1]
@@ -83,7 +82,7 @@ class Stopwatch:
             millis = before.elapsed_time(after) if self._on_cuda else (after - before) / 1e6
             self._device_ns += round(millis * 1e6)
             self._file.write(f"{host_ns} {self._device_ns} {millis:.4f}\n")
-            self.told += 1
+            self.written += 1
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()

@@ -1,12 +1,12 @@
-"""A plain DDP job over gloo, as a user would write it: no word about Rankscope, and nothing imported from beside it. It
-may be copied. The environment says what it does:
+"""A plain DDP job over gloo, as a user would write it. It imports neither Rankscope nor other files of this
+folder, so it can be copied. Environment variables:
 
-JOB_FOLDER    READY appears there after 20 steps. The job ends in order once STOP is there. While OWN_PROFILER is there,
-              rank 0 runs a torch.profiler of its own; PROFILING says so.
-SLOW_RANK     sleeps for SLOW_SECONDS in every step, in a function of its own
-JOB_WORKERS   of each rank's data loader, forked; without them, batches are made on the spot
+JOB_FOLDER    The job creates READY there after 20 steps and ends when STOP exists. While OWN_PROFILER exists, rank 0
+              runs a torch.profiler and creates PROFILING.
+SLOW_RANK     this rank sleeps for SLOW_SECONDS in every step, in a separate function
+JOB_WORKERS   forked workers of each data loader; 0: batches are made in the training loop
 
-Ends by itself, so that a test that loses it leaves nothing behind."""
+The job has a time limit, so that a test that fails leaves no process."""
 
 import os
 import time

@@ -1,5 +1,5 @@
-"""A DDP job whose every rank profiles itself twice, healthy and with a slow rank: FOLDER, slow rank, its sleep. The
-traces are in FOLDER/healthy and FOLDER/slow."""
+"""A DDP job in which every rank profiles itself twice, healthy and with a slow rank. Arguments: FOLDER, the slow rank,
+its sleep in seconds. The traces are in FOLDER/healthy and FOLDER/slow."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python3 timed_ddp.py FOLDER heavy|light
 
-`heavy` fills a core a rank: real compute in every phase of a step, nothing that sleeps. `light` ranks are cheap to have
-many of: a tenth of a second a step, nearly all of it slept. They step until FOLDER/control says so."""
+`heavy` ranks compute in every phase of a step and use a core each. `light` ranks sleep for nearly all of a step of
+0.1 s, so that many fit on one machine. They train until FOLDER/control asks them to stop."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def main() -> None:
         times[number] = now_ns, now_ns - before_ns
         before_ns = now_ns
         state = control[0]
-        # A rank that stopped alone would leave the others in a collective: they stop together, or die with the parent.
+        # The ranks stop after the same step: one that stops alone leaves the others in a collective.
         if number % 16 == 15:
             stop.fill_(state == STOP or os.getppid() != parent)
             dist.all_reduce(stop)

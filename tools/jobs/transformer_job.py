@@ -1,5 +1,5 @@
-"""One rank of a DDP job, as a user would write it: no Rankscope and no profiler in it. Keeps its own record of how long
-each step took, so that others can be held to it.
+"""One rank of a DDP job, as a user would write it, without Rankscope and without a profiler. It records its step times,
+which benchmarks compare with what Rankscope measures.
 
     python3 transformer_job.py SHAPE BACKEND FOLDER [--cpu]     trains until SIGTERM
 
@@ -49,7 +49,7 @@ def main() -> None:
         optimizer.step()
         done += 1
         if watch is not None:
-            watch.tell()
+            watch.write_finished()
         elif done == WARM_UP_STEPS:
             watch = Stopwatch(on_cuda, folder / f"steps-{rank}")
             info = {
@@ -62,7 +62,7 @@ def main() -> None:
                 "counted_flops_per_step": counting.get_total_flops(),
             }
             write_fact(folder / f"info-{rank}.json", info)
-    # Collectives of the other ranks may hang now; there is nothing to tidy up.
+    # Collectives of the other ranks may hang now, so skip the cleanup.
     os._exit(0)
 
 

@@ -89,7 +89,7 @@ MODULES = {words: module for subcommand in SUBCOMMANDS for words, module in subc
 
 class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """A paragraph is filled; examples keep their lines."""
+        """Fills paragraphs and keeps the lines of examples."""
         kind = argparse.RawDescriptionHelpFormatter if "\n" in text else argparse.HelpFormatter
         return kind._fill_text(self, text, width, indent)
 
@@ -106,7 +106,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """`bare` in what it has parsed is the parser whose command is still to be named; None if there is none."""
+    """In the result, `bare` is the parser that still needs a command, or None."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **options})

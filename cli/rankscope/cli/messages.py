@@ -1,5 +1,5 @@
-"""What commands say and how they end: plain lines on stdout and stderr, the log, and the same text and exit status for
-the same failure (docs/cli.md has the table). Text of files, daemons and containers cannot control the terminal: only
+"""What commands print and how they exit: plain lines on stdout and stderr, the log, and one text and exit status for
+a failure (docs/cli.md has the table). Text of files, daemons and containers cannot control the terminal: only
 this module prints."""
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class HttpServer(TCPServer):
         self.url = f"{'http' if tls is None else 'https'}://{shown_host}:{self.port}"
 
     def start(self) -> None:
-        """Serves in a thread of its own, until `stop`."""
+        """Serves in a new thread until `stop`."""
         self._is_serving = True
         name, kwargs = f"rankscope-port-{self.port}", {"poll_interval": 0.2}
         threading.Thread(target=self.serve_forever, kwargs=kwargs, name=name, daemon=True).start()
@@ -171,7 +171,7 @@ class HttpServer(TCPServer):
                 if caller.until_monotonic is not None and caller.until_monotonic <= now:
                     caller.cut()
         if self._cpu_bucket is not None:
-            # Those that are not accepted yet wait until what was taken is within its share of a core.
+            # New connections wait until the CPU time that was used is within its share of a core.
             taken_seconds = self.cpu_seconds - self._spent_seconds
             self._spent_seconds += taken_seconds
             self._cpu_bucket.spend(now, taken_seconds)
@@ -345,7 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
         return not self.close_connection
 
     def _parse_head(self) -> bool:
-        """False if there is no request to answer any more."""
+        """False if there is no request to answer."""
         head = bytearray()
         while line := self.rfile.readline(HEAD_BYTES + 1 - len(head)):
             # A TLS client on a plain port waits for an answer to its first bytes, and sends no more.

@@ -57,7 +57,7 @@ class SyntheticJob:
         per_step *= 1 + self.uneven * random.exponential(size=(self.steps, ranks))
         step = per_step.max(axis=1) + self.transfer_seconds  # everybody waits for the last
         waits = step[:, None] - per_step
-        # Of all ranks at once: a call of numpy takes longer than its work.
+        # For all ranks in one call: a call of NumPy costs more than its work.
         own_mean, wait_mean = per_step.mean(axis=0), waits.mean(axis=0)
         low, high = np.quantile(per_step, (0.1, 0.9), axis=0)
         transfer = np.quantile(waits, 0.1, axis=0)

@@ -1,4 +1,4 @@
-"""Where commands listen that are told nothing: nowhere, or where only this machine reaches them."""
+"""Without options, commands listen on loopback or not at all."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def listen_defaults(command: str) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("command", ["correlator", "operator", "up"])
-def test_nobody_else_reaches_a_command_by_default(command: str) -> None:
+def test_a_command_listens_on_loopback_by_default(command: str) -> None:
     defaults = listen_defaults(command)
     assert defaults
     for name, address in defaults.items():
         assert address is None or is_loopback(address.rpartition(":")[0]), (name, address)
 
 
-def test_nobody_else_reaches_a_daemon_by_default() -> None:
+def test_a_daemon_listens_on_loopback_by_default() -> None:
     config = resolve({}, {}).config
     assert config.grpc_listen == NONE
     assert is_loopback(config.metrics_listen.rpartition(":")[0])

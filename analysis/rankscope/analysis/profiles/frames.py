@@ -11,7 +11,7 @@ KERNEL: Final = "kernel"  # on a GPU
 KINDS: Final = (PYTHON, NATIVE, KERNEL)
 
 _LIBRARY_FOLDERS: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/rankscope/probe/", "/torchinductor_")
-_DEMO_FOLDER: Final = "/rankscope/cli/demo_job/"  # a program of its own, wherever pip puts it
+_DEMO_FOLDER: Final = "/rankscope/cli/demo_job/"  # the demo is a program, also in site-packages
 
 
 class Frame(NamedTuple):

@@ -197,7 +197,9 @@ class FixedThresholds:
     )
     # Stalls.
     late_share: float = threshold(0.05, "A rank is late in a window from this share of what it lost.")
-    late_unknown_ratio: float = threshold(0.2, "Who was late is not known when this share of the ranks cannot tell.")
+    late_unknown_ratio: float = threshold(
+        0.2, "The late rank is unknown if this share of ranks with long steps measured no waiting."
+    )
     late_known_share: float = threshold(
         0.5, "It is known nevertheless when the other ranks hold this share of the loss."
     )

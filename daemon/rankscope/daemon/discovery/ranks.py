@@ -1,4 +1,4 @@
-"""The training ranks of this node. A scan is cheap enough for every window.
+"""Finds the training ranks of this node, once per window.
 
 Fleet reports group runs by what a rank runs, and for whom: program and script, user, team. Arguments may hold secrets
 and stay where they are. The process writes its command line and environment itself, so both are bounded and made
@@ -306,7 +306,7 @@ def _name(environment: Variables, name: str) -> str:
 
 @lru_cache(maxsize=1)
 def _users(passwd: Path) -> dict[int, str]:
-    """Read once: users of a machine are few, and seldom new."""
+    """Read once per user ID. A machine has few users, and they rarely change."""
     try:
         text = procfs.read_bounded(str(passwd), MAX_PASSWD_BYTES).decode("utf-8", "replace")
     except OSError:

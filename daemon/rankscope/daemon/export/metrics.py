@@ -30,7 +30,7 @@ from rankscope.daemon.profiles.pyroscope import FAILURES
 from rankscope.daemon.profiles.store import StoreStatus
 
 FULL: Final = "full"  # metrics_detail
-# What a healthy link does not have, and what a port sends again as packets were lost. The rest explains these.
+# Errors, and retransmits after packet loss. The other counters explain these.
 STANDARD_ERRORS = ("symbol", "link_down", "receive", "discard")
 STANDARD_RETRANSMITS = ("packet_sequence", "ack_timeout")
 

@@ -70,11 +70,11 @@ class FakeWriter:
         self.written[thing.place] = status
         if thing.namespace == "lab":
             self.seen.set()
-        raise ConflictError(409, "Conflict", "somebody else wrote")
+        raise ConflictError(409, "Conflict", "the object was modified")
 
 
 class FakeCalls:
-    """Daemons that answer nothing for as long as the test runs."""
+    """Daemons that do not answer while the test runs."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
