@@ -22,7 +22,10 @@ END_SECONDS = 240.0
 
 def slow_line(of: str = "all ranks") -> int:
     """The line where all ranks sleep in every step, or where `one rank` does."""
-    mark = f"# SLOW LINE of {of}"
+    return marked_line(f"# SLOW LINE of {of}")
+
+
+def marked_line(mark: str) -> int:
     return 1 + next(number for number, line in enumerate(SCRIPT.read_text().splitlines()) if line.endswith(mark))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.doc_commands import ROOT
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS
-from tests.integration.small_job import SCRIPT, slow_line
+from tests.integration.small_job import SCRIPT, marked_line, slow_line
 from tests.support.waiting import wait_until
 
 RUN = (*MAIN, "run")
@@ -64,6 +64,31 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
     assert compared.returncode == 0, compared.stderr
 
 
+def test_a_job_that_fails_ends_with_the_rank_that_failed_first(tmp_path: Path) -> None:
+    summary, page, log = tmp_path / "summary.json", tmp_path / "card.html", tmp_path / "log"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT))
+    command = [*RUN, "--summary", str(summary), "--html", str(page), "--", *torchrun]
+    with log.open("w") as output:
+        running = subprocess.Popen(
+            command, env=os.environ | {"JOB_FOLDER": str(tmp_path)}, stdout=output, stderr=output
+        )
+    try:
+        wait_until((tmp_path / "READY").exists, log.read_text)
+        (tmp_path / "FAIL").touch()
+        assert running.wait(PATIENCE_SECONDS) == 1, log.read_text()
+    finally:
+        running.kill()
+        running.wait()
+    card, line = " ".join(log.read_text().split()), marked_line("# FAILING LINE")
+    failure = f"failed: rank 1 raised ValueError: bad sample, at plain_ddp.py:{line} (check_batch)"
+    assert f"verdict {failure}" in card and f"try look at plain_ddp.py:{line}" in card
+    assert "verdict healthy" not in card and "bad sample" in page.read_text()
+    written = json.loads(summary.read_text())
+    assert written["exit_status"] == 1 and not written["interrupted"]
+    assert (written["failure"]["rank"], written["failure"]["frame"]["line"]) == (1, line)
+    assert all(job["verdict"] == "failed" for job in written["jobs"])
+
+
 @pytest.mark.parametrize(
     ("command", "status"),
     [
@@ -90,7 +115,7 @@ def test_signals_are_forwarded_and_missing_ranks_are_explained(tmp_path: Path) -
     running.send_signal(signal.SIGTERM)
     stdout, stderr = running.communicate(timeout=PATIENCE_SECONDS)
     assert (running.returncode, stdout) == (9, "terminated\n")
-    assert "no rank was seen" in stderr
+    assert "no rank was seen" in stderr and "interrupted by SIGTERM" in stderr and "failed" not in stderr
 
 
 def test_without_a_command_the_next_step_is_shown() -> None:

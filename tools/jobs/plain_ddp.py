@@ -2,7 +2,7 @@
 folder, so it can be copied. Environment variables:
 
 JOB_FOLDER    The job creates READY there after 20 steps and ends when STOP exists. While OWN_PROFILER exists, rank 0
-              runs a torch.profiler and creates PROFILING.
+              runs a torch.profiler and creates PROFILING. The last rank raises an exception when FAIL exists.
 SLOW_RANK     this rank sleeps for SLOW_SECONDS in every step, in a separate function
 JOB_WORKERS   forked workers of each data loader; 0: batches are made in the training loop
 
@@ -41,6 +41,12 @@ def slow_augmentation(batch: torch.Tensor) -> torch.Tensor:
     return batch
 
 
+def check_batch(batch: torch.Tensor) -> torch.Tensor:
+    if (FOLDER / "FAIL").exists() and dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("bad sample")  # FAILING LINE
+    return batch
+
+
 def batches() -> Iterator[torch.Tensor]:
     while not WORKERS:
         yield torch.randn(BATCH, FEATURES)
@@ -72,7 +78,7 @@ def main() -> None:
         if rank == SLOW_RANK:
             batch = slow_augmentation(batch)
         optimizer.zero_grad()
-        model(batch).sum().backward()
+        model(check_batch(batch)).sum().backward()
         optimizer.step()
         is_over[0] = float((FOLDER / "STOP").exists() or time.monotonic() > give_up_at)
         dist.all_reduce(is_over)

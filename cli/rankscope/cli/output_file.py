@@ -4,6 +4,7 @@ pipe is written to, never replaced."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -85,6 +86,34 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
     with writing(option), open_output(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     to_stderr(f"wrote {path}")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Call before long work. Raises CommandError if the path cannot be written. Nothing is changed."""
+    with writing(option):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            try:
+                with tempfile.TemporaryFile(dir=path.parent):
+                    return
+            except OSError as error:
+                error.filename = str(path)
+                raise
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not os.access(path, os.W_OK):  # an opened pipe would wait for its reader
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def keep_output(option: str, path: Path, content: str) -> None:
+    """Like `write_output`, for what cannot be made again. If it cannot be written there, a temporary file has it."""
+    try:
+        write_output(option, path, content)
+    except CommandError as error:
+        with tempfile.NamedTemporaryFile("w", prefix="rankscope-", suffix=path.suffix, delete=False) as file:
+            file.write(content)
+        to_stderr(f"error: {error}; it is kept in {file.name}")
 
 
 # Files of profiles. The ending of the name is the format.

@@ -16,23 +16,26 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from rankscope.analysis.verdicts.verdict import gist, headline, loss
+from rankscope.analysis.verdicts.verdict import Kind, gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.job_tables import MARKS
-from rankscope.cli.messages import CommandError, Exit, refuse, to_stderr
+from rankscope.cli.messages import Exit, refuse, to_stderr
 from rankscope.cli.options import add_options
-from rankscope.cli.output_file import write_output
+from rankscope.cli.output_file import check_writable, keep_output
+from rankscope.cli.process_ends import ProcessEnds
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json
+from rankscope.cli.run_end import CommandEnd, read_exit_reports
 from rankscope.cli.standalone import Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon import procfs
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.correlation.correlator import JobState
+from rankscope.probe import exit_report
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ MARK = "RANKSCOPE_COMMAND"
 HANDLER_DELAY_SECONDS = 0.5  # at most
 # The terminal sends these to the command itself.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+_ENDING = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a finding that changes its line all the time may print.
 LINES_PER_JOB = 20
@@ -76,14 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
     if not command:
         return refuse("no command; next step: rankscope run -- torchrun --nproc-per-node 8 train.py")
     logging.basicConfig(level=logging.ERROR)
-    watch = CommandWatch(quiet=arguments.quiet)
-    began = time.monotonic()
+    for option, path in (("--summary", arguments.summary), ("--html", arguments.html)):
+        if path is not None:
+            check_writable(option, path)
     status: int | None = None
     try:
         with ExitStack() as stack:
             private = tempfile.TemporaryDirectory(prefix="rankscope-run-", ignore_cleanup_errors=True)
             folder = stack.enter_context(private)
             standalone = Standalone(private_config(folder))
+            running = Command(command, Path(folder), probe=not arguments.no_probe)
+            watch = CommandWatch(running, quiet=arguments.quiet)
             standalone.correlator.listen(watch)
             try:
                 stack.enter_context(standalone)
@@ -93,11 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
                 target = standalone.addresses.grpc_targets[0]
                 to_stderr(f"rankscope: watching; in another terminal: rankscope top --connect {target}")
             try:
-                status = _run_command(command, watch.mark, probe=not arguments.no_probe)
+                end = running.run()
             except OSError as error:
                 to_stderr(f"error: {command[0]}: {error.strerror}; is it installed, and on the PATH?")
                 return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-        _show_and_write(arguments, command, watch.jobs, status, time.monotonic() - began)
+            status = end.status
+        _show_and_write(arguments, command, watch.jobs, end)
     except Exception:
         if status is None:
             raise
@@ -106,41 +114,66 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_and_write(
-    arguments: argparse.Namespace, command: Sequence[str], jobs: list[JobSummary], status: int, seconds: float
+    arguments: argparse.Namespace, command: Sequence[str], jobs: list[JobSummary], end: CommandEnd
 ) -> None:
-    console = Terminal(stderr=True)
-    console.print(card(jobs, seconds, probe=not arguments.no_probe, columns=console.columns))
-    try:
-        if arguments.summary is not None:
-            write_output("--summary", arguments.summary, json.dumps(to_json(jobs, command, status, seconds)) + "\n")
-        if arguments.html is not None:
-            write_output("--html", arguments.html, as_html(jobs, seconds, probe=not arguments.no_probe))
-    except CommandError as error:
-        refuse(str(error))  # the exit status is the command's
+    console, probe = Terminal(stderr=True), not arguments.no_probe
+    console.print(card(jobs, end, probe=probe, columns=console.columns))
+    # The exit status is the command's, whatever happens to these.
+    if arguments.summary is not None:
+        keep_output("--summary", arguments.summary, json.dumps(to_json(jobs, command, end)) + "\n")
+    if arguments.html is not None:
+        keep_output("--html", arguments.html, as_html(jobs, end, probe=probe))
 
 
-def _run_command(command: Sequence[str], mark: str, *, probe: bool) -> int:
-    """The exit status, or minus the signal that ended it."""
-    environment = {**os.environ, **(probe_environment() if probe else {}), MARK: mark}
-    pending: list[int] = []
-    with _handled(lambda number, _: pending.append(number)):
-        process = subprocess.Popen(command, env=environment)
-        with _handled(lambda number, _: _forward(process, number)):
-            for number in pending:
-                _forward(process, number)
-            # A signal that another thread takes, or that comes just before the main thread begins to wait, does not
-            # interrupt the wait: Python calls the handler when it ends.
-            waiting = threading.Thread(target=process.wait, name="rankscope-command", daemon=True)
-            waiting.start()
-            while waiting.is_alive():
-                waiting.join(HANDLER_DELAY_SECONDS)
-            return process.returncode
+class Command:
+    """The training command: runs once, by `run`. `ends` shows how its ranks ended."""
 
+    def __init__(self, words: Sequence[str], folder: Path, *, probe: bool) -> None:
+        """`folder` is private: the processes of the command leave reports in it."""
+        self.mark = uuid.uuid4().hex
+        self.ends = ProcessEnds()
+        self._words = words
+        self._reports = folder / "exit-reports"
+        self._probe = probe
+        self._signals: list[tuple[float, int]] = []  # that end commands, with the time
 
-def _forward(process: subprocess.Popen[bytes], number: int) -> None:
-    if number in _FROM_TERMINAL and _is_in_foreground():
-        return
-    process.send_signal(number)
+    @property
+    def interrupted_unix_seconds(self) -> float | None:
+        return self._signals[0][0] if self._signals else None
+
+    def run(self) -> CommandEnd:
+        """Returns when the command has ended. Raises OSError if it cannot be started."""
+        self._reports.mkdir(mode=0o700)
+        environment = {**os.environ, MARK: self.mark, exit_report.FOLDER: str(self._reports)}
+        if self._probe:
+            environment.update(probe_environment())
+        began = time.time()
+        pid, status = self._wait(environment)
+        self.ends.stop()
+        moment, number = self._signals[0] if self._signals else (None, 0)
+        reports = read_exit_reports(self._reports)
+        return CommandEnd(pid, status, began, time.time(), moment, number, self.ends.ends, reports)
+
+    def _wait(self, environment: Mapping[str, str]) -> tuple[int, int]:
+        pending: list[int] = []
+        with _handled(lambda number, _: pending.append(number)):
+            process = subprocess.Popen(self._words, env=environment)
+            with _handled(lambda number, _: self._forward(process, number)):
+                for number in pending:
+                    self._forward(process, number)
+                # A signal that another thread takes, or that comes just before the main thread begins to wait, does
+                # not interrupt the wait: Python calls the handler when it ends.
+                waiting = threading.Thread(target=process.wait, name="rankscope-command", daemon=True)
+                waiting.start()
+                while waiting.is_alive():
+                    waiting.join(HANDLER_DELAY_SECONDS)
+                return process.pid, process.returncode
+
+    def _forward(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if number in _ENDING:
+            self._signals.append((time.time(), number))
+        if number not in _FROM_TERMINAL or not _is_in_foreground():
+            process.send_signal(number)
 
 
 def _is_in_foreground() -> bool:
@@ -177,8 +210,8 @@ def _end_like(number: int) -> int:
 class CommandWatch:
     """A listener of the correlator: sums up the jobs of one command, and prints a line when a verdict changes."""
 
-    def __init__(self, quiet: bool) -> None:
-        self.mark = uuid.uuid4().hex
+    def __init__(self, command: Command, quiet: bool) -> None:
+        self._command = command
         self._quiet = quiet
         self._summaries: dict[str, JobSummary] = {}
         self._shown: dict[str, list[str]] = {}  # by job, the gists printed since it was last healthy
@@ -196,15 +229,31 @@ class CommandWatch:
                 if not self._is_ours(state):
                     continue
                 summary = self._summaries[state.job] = JobSummary(state.job)
-            if summary.add(state) and not self._quiet:
+            summary.meet(state)
+            self._command.ends.watch(summary.pids)
+            if self._is_evidence(state, summary) and summary.add(state) and not self._quiet:
                 self._show(state)
+
+    def _is_evidence(self, state: JobState, summary: JobSummary) -> bool:
+        """What ranks do while the job ends, or while their peers die, shows nothing of the training. A rank may hang
+        because another one died; that is no news while a hang stands already."""
+        interrupted = self._command.interrupted_unix_seconds
+        if interrupted is not None and state.evaluated_unix_seconds > interrupted:
+            return False
+        ends = self._command.ends.ends
+        first = min((ends[pid].unix_seconds for pid in summary.pids if pid in ends), default=None)
+        if first is None or state.window_end_unix_seconds <= first:
+            return True
+        return state.verdict.kind is Kind.HANG and not any(
+            finding.verdict.kind is Kind.HANG for finding in summary.findings
+        )
 
     def _is_ours(self, state: JobState) -> bool:
         pid = next((identity.pid for identity in state.identities.values()), 0)
         if not pid or (state.job, pid) in self._others:
             return False
         try:
-            if procfs.Environment(f"/proc/{pid}").get(MARK) == self.mark:
+            if procfs.Environment(f"/proc/{pid}").get(MARK) == self._command.mark:
                 return True
         except OSError:
             return False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -27,8 +28,9 @@ from rankscope.analysis.verdicts.verdict import (
     source_line,
 )
 from rankscope.cli.job_tables import rank_table
+from rankscope.cli.run_end import CommandEnd, Failure, clock
 from rankscope.cli.terminal import Terminal
-from rankscope.common.text import one_line
+from rankscope.common.text import counted, one_line
 from rankscope.daemon.windows.window import INSPECTOR
 from rankscope.operator.console.answers import measured
 from rankscope.operator.correlation.correlator import JobState
@@ -38,11 +40,19 @@ from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 SHORT_SECONDS = 20.0
 # One value per window: a week of them.
 MAX_WINDOWS = 300_000
+# Between two evaluations; a longer gap is a pause of the machine.
+MAX_GAP_SECONDS = 10.0
+# A shorter warning is brief: it is mentioned below the verdict.
+MIN_WARNING_SECONDS = 10.0
+MIN_WARNING_SHARE = 0.5
+FINDINGS_SHOWN = 4
 PROBLEMS_SHOWN = 3
 RANKS_SHOWN = 32
 GROUPS_SHOWN = 3
 UNKNOWN = "other"  # an algorithm or a protocol
 PAGE_COLUMNS = 110
+MAX_LINE = 300
+FAILED = "failed"  # in place of the kind of a verdict
 _COLOURS = {Severity.NONE: "green", Severity.WARNING: "yellow", Severity.ALARM: "red"}
 
 _ADVICE = {
@@ -55,19 +65,22 @@ _ADVICE = {
     Kind.SLOW_SERVER: "divide the weights among several servers, exchange less often, or make updates cheaper",
     Kind.SLOW_COMMUNICATION: "check the links (NCCL_DEBUG=INFO, link errors), and what else uses them",
     Kind.INPUT_BOUND: "add DataLoader workers, prefetch, or move the data to faster storage",
-    Kind.LOW_MFU: "record it: rankscope capture --ranks 0 --steps 3 --output traces/, rankscope analyze trace traces/",
-    Kind.HANG: "see where every rank stands: rankscope stacks",
+    Kind.LOW_MFU: "record it while it runs: rankscope capture --output traces/, then rankscope analyze trace traces/",
+    Kind.HANG: "run it again, and while it hangs: rankscope stacks",
 }
 
 
 def advice(verdict: Verdict) -> str:
-    """What to try next; empty if nothing is wrong."""
+    """What to try next, now that the job has ended; empty if nothing is wrong."""
     if verdict.kind is Kind.SLOW_COMMUNICATION and verdict.cause.phase == NETWORK:
         return "look at the port that is named, its cable and its switch; drain the node if it persists"
+    cause, is_one = verdict.cause, len(verdict.culprits) == 1
+    who = ranks(verdict.culprits) if verdict.culprits else ""
+    line = source_line(cause.frames[0]) if cause.frames else ""
+    if verdict.kind is Kind.HANG and line and who:
+        return f"look at {line}: {who} {'was' if is_one else 'were'} there while the others waited"
     if verdict.kind is not Kind.SLOW_RANK:
         return _ADVICE.get(verdict.kind, "")
-    who, cause = ranks(verdict.culprits), verdict.cause
-    line = source_line(cause.frames[0]) if cause.frames else ""
     if cause.phase == "starved":
         return f"give {who} its own cores: check CPU limits, pinning, and what else runs on the node"
     if cause.bound == DEVICE or cause.phase == "throttled":
@@ -75,8 +88,9 @@ def advice(verdict: Verdict) -> str:
     if cause.phase == "input":
         return f"load the data of {who} faster{f': look at {line}' if line else ''}; compare its storage and its shard"
     if line:
-        return f"look at {line}: why does {who} spend more time there than its peers?"
-    return "record it: rankscope capture --ranks straggler+peer --steps 3 --output traces/"
+        does, their = ("does", "its") if is_one else ("do", "their")
+        return f"look at {line}: why {does} {who} spend more time there than {their} peers?"
+    return "record it: rankscope run --capture-when-slow -- COMMAND"
 
 
 @dataclass
@@ -95,12 +109,46 @@ class Mean:
 
 
 @dataclass
+class Finding:
+    """A verdict that stood for some of the run's time, at one stretch or at several."""
+
+    verdict: Verdict  # the latest with the highest severity
+    first_unix_seconds: float
+    last_unix_seconds: float
+    seconds: float = 0.0  # for which it stood
+    _lost_before: float = 0.0  # in stretches that have ended
+    _lost: float = 0.0
+
+    def add(self, verdict: Verdict, now: float, seconds: float) -> None:
+        lost = verdict.lost_gpu_seconds or 0.0
+        if lost < self._lost:  # a stretch begins at zero
+            self._lost_before += self._lost
+        self._lost = lost
+        if verdict.is_alarm >= self.verdict.is_alarm:
+            self.verdict = verdict
+        self.seconds += seconds
+        self.last_unix_seconds = now
+
+    @property
+    def total(self) -> Verdict:
+        """The verdict with the loss of all stretches."""
+        return replace(self.verdict, lost_gpu_seconds=(self._lost_before + self._lost) or None)
+
+    @property
+    def weight(self) -> tuple[bool, float, float]:
+        verdict = self.total
+        return verdict.is_alarm, verdict.lost_gpu_seconds or 0.0, verdict.impact_ratio or 0.0
+
+
+@dataclass
 class JobSummary:
     """`add` takes every state of the job."""
 
     job: str
     ranks: int = 0
     steps: int = 0
+    restarts: int = 0
+    pids: dict[int, int] = field(default_factory=dict)  # the latest rank of each process, from the last restart on
     step_seconds: list[float] = field(default_factory=list)  # one per window, the median of its ranks
     self_seconds: Mean = field(default_factory=Mean)
     wait_seconds: Mean = field(default_factory=Mean)
@@ -108,36 +156,56 @@ class JobSummary:
     mfu_ratio: Mean = field(default_factory=Mean)
     exposed_ratio: Mean = field(default_factory=Mean)
     windows: Sequence[RankWindow] = ()  # the last in which steps ended
-    problems: dict[str, None] = field(default_factory=dict)
-    last: Verdict = field(default_factory=lambda: Verdict(Kind.INSUFFICIENT_DATA, "no window was seen"))
-    _findings: dict[object, Verdict] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)  # by the text without its numbers
+    # The last that is no finding.
+    calm: Verdict = field(default_factory=lambda: Verdict(Kind.INSUFFICIENT_DATA, "no window was seen"))
+    judged_seconds: float = 0.0
+    _findings: dict[object, Finding] = field(default_factory=dict)
+    _standing: Finding | None = None
     _evaluated: float = 0.0
 
     @property
+    def findings(self) -> list[Finding]:
+        """The costliest first. A job that ends recovers from nothing: the last windows do not decide."""
+        return sorted(self._findings.values(), key=attrgetter("weight"), reverse=True)
+
+    @property
+    def leading(self) -> Finding | None:
+        """The finding that is the verdict. A warning is one if it stood for most of the run."""
+        first = next(iter(self.findings), None)
+        if first is None or first.verdict.is_alarm:
+            return first
+        lasts = first.seconds >= max(MIN_WARNING_SECONDS, MIN_WARNING_SHARE * self.judged_seconds)
+        return first if lasts else None
+
+    @property
     def verdict(self) -> Verdict:
-        """The finding that cost most. A job that ends recovers from nothing: the last windows do not decide."""
-        found = self._findings.values()
-        return max(
-            found, key=lambda v: (v.is_alarm, v.lost_gpu_seconds or 0.0, v.impact_ratio or 0.0), default=self.last
-        )
+        leading = self.leading
+        return self.calm if leading is None else leading.total
+
+    def meet(self, state: JobState) -> None:
+        """Remember which process is which rank: a rank that has ended is missing in later states."""
+        if state.restarts != self.restarts:
+            self.restarts = state.restarts
+            self.pids.clear()
+        self.pids.update((identity.pid, rank) for rank, identity in state.identities.items())
 
     def add(self, state: JobState) -> bool:
         """False if it was added before: an evaluation of other jobs brings the same state again."""
         if state.evaluated_unix_seconds == self._evaluated:
             return False
-        self._evaluated = state.evaluated_unix_seconds
+        now, seconds = state.evaluated_unix_seconds, 0.0
+        if self._evaluated:
+            seconds = min(max(now - self._evaluated, 0.0), MAX_GAP_SECONDS)
+        self._evaluated = now
         self.ranks = max(self.ranks, state.world_size)
-        verdict = state.verdict
-        if verdict.kind.is_finding:
-            self._findings[verdict.kind, verdict.culprits, verdict.stage] = verdict
-        if verdict.kind is not Kind.INSUFFICIENT_DATA or self.last.kind is Kind.INSUFFICIENT_DATA:
-            self.last = verdict
+        self._note(state.verdict, now, seconds)
         windows = list(state.windows)
         for window in windows:
             self.steps = max(self.steps, window.steps_total)
             for problem in window.problems:
                 if len(self.problems) < PROBLEMS_SHOWN:
-                    self.problems[problem] = None
+                    self.problems.setdefault(re.sub(r"\d+", "", problem), problem)
         timed = [window for window in windows if window.HasField("step_seconds")]
         if not timed or state.step_seconds is None:
             return True
@@ -152,23 +220,47 @@ class JobSummary:
         self.exposed_ratio.add(state.exposed_communication_ratio)
         return True
 
+    def _note(self, verdict: Verdict, now: float, seconds: float) -> None:
+        if verdict.kind is not Kind.INSUFFICIENT_DATA:
+            self.judged_seconds += seconds
+        if not verdict.kind.is_finding:
+            self._standing = None
+            if verdict.kind is Kind.HEALTHY or self.calm.kind is Kind.INSUFFICIENT_DATA:
+                self.calm = verdict
+            return
+        finding = self._findings.setdefault((verdict.kind, verdict.culprits, verdict.stage), Finding(verdict, now, now))
+        finding.add(verdict, now, seconds if finding is self._standing else 0.0)
+        self._standing = finding
+
     @property
     def median_step_seconds(self) -> float | None:
         ordered = sorted(self.step_seconds)
         return ordered[len(ordered) // 2] if ordered else None
 
 
-def card(jobs: Sequence[JobSummary], seconds: float, *, probe: bool, columns: int | None = None) -> RenderableType:
+def card(jobs: Sequence[JobSummary], end: CommandEnd, *, probe: bool, columns: int | None = None) -> RenderableType:
     """`columns`: of the terminal; None without one."""
     if not jobs:
-        return Group(Text(), _rows([("rankscope", Text(_no_rank(seconds)))]))
+        return Group(Text(), _rows(_lines_without_rank(end)))
     parts: list[RenderableType] = [Text()]
     for job in jobs:
         if len(job.windows) > 1:
             shown, culprits = job.windows[:RANKS_SHOWN], job.verdict.culprits
             parts += [rank_table(shown, culprits, stacks=False, columns=columns), Text()]
-        parts.append(_rows(_lines(job, seconds, probe=probe)))
+        parts.append(_rows(_lines(job, end, probe=probe)))
     return Group(*parts)
+
+
+def _lines_without_rank(end: CommandEnd) -> list[tuple[str, Text]]:
+    lines = [("ended", Text(str(end)))] if str(end) else []
+    failure = end.failure_of_command()
+    if failure is not None:
+        lines += [_failed(failure), ("try", Text(failure.advice))]
+    return [*lines, ("rankscope", Text(_no_rank(end.seconds)))]
+
+
+def _failed(failure: Failure) -> tuple[str, Text]:
+    return "verdict", Text(one_line(f"failed: {failure}", MAX_LINE), style=f"bold {_COLOURS[Severity.ALARM]}")
 
 
 def _no_rank(seconds: float) -> str:
@@ -177,35 +269,72 @@ def _no_rank(seconds: float) -> str:
             f"no rank was seen in {seconds:.0f} s; a verdict needs a job that trains for {SHORT_SECONDS:.0f} s or more"
         )
     return (
-        "no rank was seen; a rank is a Python process with RANK and WORLD_SIZE in its environment, as torchrun, "
-        "mpirun and srun set them (next step: rankscope doctor while it runs)"
+        "no rank was seen; a rank is a Python process that makes optimizer steps with torch (next step: rankscope "
+        "doctor while it runs)"
     )
 
 
-def _lines(job: JobSummary, seconds: float, *, probe: bool) -> list[tuple[str, Text]]:
-    verdict = job.verdict
-    title = f"{one_line(job.job, 100)}: {job.ranks} ranks, {job.steps} steps in {seconds:.0f} s"
+def _lines(job: JobSummary, end: CommandEnd, *, probe: bool) -> list[tuple[str, Text]]:
+    title = (
+        f"{one_line(job.job, 100)}: {counted(job.ranks, 'rank')}, {counted(job.steps, 'step')} in {end.seconds:.0f} s"
+    )
     lines = [("job", Text(title)), ("step", Text(_step(job, probe=probe)))]
     if job.mfu_ratio.value is not None:
         lines.append(("MFU", Text(percent(job.mfu_ratio.value))))
-    if job.exposed_ratio.value is not None:
+    if job.exposed_ratio.value is not None and job.ranks > 1:
         lines.append(
             ("exposed", Text(f"{percent(job.exposed_ratio.value)} of a step is communication that nothing hides"))
         )
     if links := _links(job.windows):
-        lines.append(("links", Text(one_line(links, 300))))
+        lines.append(("links", Text(one_line(links, MAX_LINE))))
     if any(window.wait_source == INSPECTOR for window in job.windows):
         lines.append(("NCCL", Text(f"its times are read from {INSPECTOR}'s files, as your NCCL_PROFILER_PLUGIN stays")))
-    lines.append(("verdict", Text(one_line(headline(verdict), 300), style=f"bold {_COLOURS[verdict.severity]}")))
-    optional: tuple[tuple[str, Callable[[Verdict], str]], ...] = (
-        ("run", attrgetter("asynchronous")),
-        ("why", explanation),
-        ("loss", loss),
-        ("try", advice),
+    if str(end):
+        lines.append(("ended", Text(str(end))))
+    failure = end.failure(job.pids)
+    if failure is None:
+        lines += _verdict_lines(job, end)
+    else:
+        lines.append(_failed(failure))
+        lines.append(("when", Text(f"at {clock(failure.unix_seconds - end.began_unix_seconds)}")))
+        if job.verdict.kind is not Kind.INSUFFICIENT_DATA:
+            lines.append(("before", Text(one_line(headline(job.verdict), MAX_LINE))))
+        lines.append(("try", Text(one_line(failure.advice, MAX_LINE))))
+    return [*lines, *(("note", Text(one_line(problem, MAX_LINE), style="yellow")) for problem in job.problems.values())]
+
+
+def _verdict_lines(job: JobSummary, end: CommandEnd) -> list[tuple[str, Text]]:
+    verdict, leading = job.verdict, job.leading
+    mark = "warning: " if verdict.severity is Severity.WARNING else ""
+    style = f"bold {_COLOURS[verdict.severity]}"
+    lines = [("verdict", Text(one_line(mark + headline(verdict), MAX_LINE), style=style))]
+    optional = (
+        ("run", verdict.asynchronous),
+        ("when", "" if leading is None else _when(leading, end)),
+        ("why", explanation(verdict)),
+        ("loss", loss(verdict)),
+        ("try", advice(verdict)),
     )
-    lines += [(name, Text(one_line(text, 300))) for name, make in optional if (text := make(verdict))]
-    lines += [("note", Text(one_line(problem, 300), style="yellow")) for problem in job.problems]
+    lines += [(name, Text(one_line(text, MAX_LINE))) for name, text in optional if text]
+    others = [finding for finding in job.findings if finding is not leading]
+    for finding in others[:FINDINGS_SHOWN]:
+        severity = finding.verdict.severity
+        name = "also" if severity is Severity.ALARM else "brief warning"
+        text = f"{headline(finding.verdict)}; {_when(finding, end)}"
+        lines.append((name, Text(one_line(text, MAX_LINE), style="" if severity is Severity.ALARM else "dim")))
+    if len(others) > FINDINGS_SHOWN:
+        lines.append(("also", Text(f"{len(others) - FINDINGS_SHOWN} more; --summary FILE has all")))
     return lines
+
+
+def _when(finding: Finding, end: CommandEnd) -> str:
+    first, last = (
+        clock(moment - end.began_unix_seconds) for moment in (finding.first_unix_seconds, finding.last_unix_seconds)
+    )
+    if first == last:
+        return f"at {first} of {clock(end.seconds)}"
+    share = f"{finding.seconds:.0f} s"
+    return f"from {first} to {last} of {clock(end.seconds)}, for {share} in all"
 
 
 def _step(job: JobSummary, *, probe: bool) -> str:
@@ -244,35 +373,74 @@ def _rows(lines: Sequence[tuple[str, Text]]) -> Group:
     return Group(*tables)
 
 
-def as_html(jobs: Sequence[JobSummary], seconds: float, *, probe: bool) -> str:
+def as_html(jobs: Sequence[JobSummary], end: CommandEnd, *, probe: bool) -> str:
     console = Terminal(record=True, file=io.StringIO(), width=PAGE_COLUMNS)
-    console.print(card(jobs, seconds, probe=probe, columns=console.columns))
+    console.print(card(jobs, end, probe=probe, columns=console.columns))
     return console.export_html()
 
 
-def to_json(jobs: Sequence[JobSummary], command: Sequence[str], status: int, seconds: float) -> dict[str, Any]:
+def to_json(jobs: Sequence[JobSummary], command: Sequence[str], end: CommandEnd) -> dict[str, Any]:
     """`step_seconds` is what `rankscope compare` reads."""
     return {
         "command": list(command),
-        "exit_status": status,
-        "seconds": round(seconds, 3),
+        "exit_status": end.status,
+        "interrupted": end.is_interrupted,
+        "seconds": round(end.seconds, 3),
+        "failure": _failure_json(end.failure_of_command(), end),
         "step_seconds": jobs[0].step_seconds if jobs else [],
-        "jobs": [_job_json(job) for job in jobs],
+        "jobs": [_job_json(job, end) for job in jobs],
     }
 
 
-def _job_json(job: JobSummary) -> dict[str, Any]:
-    verdict = job.verdict
+def _failure_json(failure: Failure | None, end: CommandEnd) -> dict[str, Any] | None:
+    if failure is None:
+        return None
+    raised = failure.raised
+    frame = None if raised is None else raised.frame
+    return {
+        "text": str(failure),
+        "rank": failure.rank,
+        "after_seconds": round(failure.unix_seconds - end.began_unix_seconds, 3),
+        "exit_status": failure.status,
+        "memory": failure.memory or None,
+        "exception": None if raised is None else raised.text,
+        "frame": None if frame is None else {"file": frame.file, "line": frame.line, "function": frame.function},
+    }
+
+
+def _job_json(job: JobSummary, end: CommandEnd) -> dict[str, Any]:
+    failure = end.failure(job.pids)
     return {
         "job": job.job,
         "world_size": job.ranks,
         "steps": job.steps,
+        "restarts": job.restarts,
         "median_step_seconds": job.median_step_seconds,
         "self_seconds": job.self_seconds.value,
         "wait_seconds": job.wait_seconds.value,
         "input_seconds": job.input_seconds.value,
         "mfu_ratio": job.mfu_ratio.value,
         "exposed_communication_ratio": job.exposed_ratio.value,
+        "failure": _failure_json(failure, end),
+        **_verdict_json(job.verdict),
+        **({} if failure is None else {"verdict": FAILED, "severity": Severity.ALARM.value}),
+        "advice": advice(job.verdict) if failure is None else failure.advice,
+        "findings": [_finding_json(finding, end) for finding in job.findings],
+        "problems": list(job.problems.values()),
+    }
+
+
+def _finding_json(finding: Finding, end: CommandEnd) -> dict[str, Any]:
+    return {
+        **_verdict_json(finding.total),
+        "first_seconds": round(finding.first_unix_seconds - end.began_unix_seconds, 3),
+        "last_seconds": round(finding.last_unix_seconds - end.began_unix_seconds, 3),
+        "seconds": round(finding.seconds, 3),
+    }
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    return {
         "verdict": verdict.kind.value,
         "severity": verdict.severity.value,
         "confidence": verdict.confidence.value,
@@ -284,6 +452,4 @@ def _job_json(job: JobSummary) -> dict[str, Any]:
         "frames": [{"file": f.file, "line": f.line, "function": f.function} for f in verdict.cause.frames],
         "impact_ratio": verdict.impact_ratio,
         "lost_gpu_seconds": verdict.lost_gpu_seconds,
-        "advice": advice(verdict),
-        "problems": list(job.problems),
     }

@@ -1,4 +1,5 @@
-"""Control groups, version 1 and 2: how long a process was out of CPU quota, and how much memory the daemon has left."""
+"""Control groups, version 1 and 2: how long a process was out of CPU quota, how much memory the daemon has left, and
+whether the kernel killed a process for lack of memory."""
 
 from __future__ import annotations
 
@@ -169,36 +170,94 @@ def _read_throttled_seconds(path: str) -> float | None:
     return None
 
 
+@dataclass(frozen=True)
+class _MemoryFiles:
+    limit: str
+    used: str
+    events: str  # has a line `oom_kill N`
+
+
+_V1_MEMORY: Final = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+_V2_MEMORY: Final = _MemoryFiles("memory.max", "memory.current", "memory.events")
+
+
+def _memory_groups(cgroup_root: Path, membership: Path) -> Iterator[tuple[Path, _MemoryFiles]]:
+    """The groups that may limit the memory of a process, from its own upwards. Raises OSError."""
+    for controllers, path in _memberships(procfs.read_bounded(str(membership))):
+        if controllers and "memory" not in controllers:
+            continue
+        base, files = (cgroup_root / "memory", _V1_MEMORY) if controllers else (cgroup_root, _V2_MEMORY)
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth]), files
+
+
 def memory_left_bytes(cgroup_root: Path = OWN_ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
     """What the groups of this process leave it; None without a limit. Beyond it the kernel kills, and on Kubernetes it
     kills the whole container, with the daemon in it."""
     try:
-        lines = list(_memberships(membership.read_bytes()))
+        groups = [*_memory_groups(cgroup_root, membership)]
     except OSError:
         return None
-    found = []
-    for controllers, path in lines:
-        if not controllers:
-            base, limit, used = cgroup_root, "memory.max", "memory.current"
-        elif "memory" in controllers:
-            base, limit, used = cgroup_root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        folders = (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
-        found += [_left_bytes(folder / limit, folder / used, folder / "memory.stat") for folder in folders]
-    return min((left for left in found if left is not None), default=None)
+    left_bytes = [_left_bytes(folder, files) for folder, files in groups]
+    return min((left for left in left_bytes if left is not None), default=None)
 
 
-def _left_bytes(limit_file: Path, used_file: Path, parts_file: Path) -> int | None:
+def _limit_bytes(folder: Path, files: _MemoryFiles) -> int | None:
     try:
-        limit = limit_file.read_text().strip()
-        if not limit.isdigit() or int(limit) >= _V1_UNLIMITED_BYTES:
-            return None
-        used = int(used_file.read_text())
-        parts = dict(line.split(maxsplit=1) for line in parts_file.read_text().splitlines())
+        limit = (folder / files.limit).read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdigit() and int(limit) < _V1_UNLIMITED_BYTES else None
+
+
+def _left_bytes(folder: Path, files: _MemoryFiles) -> int | None:
+    limit = _limit_bytes(folder, files)
+    if limit is None:
+        return None
+    try:
+        used = int((folder / files.used).read_text())
+        parts = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
         # The kernel drops old pages of files before it kills.
         reclaimable = int(parts.get("total_inactive_file", parts.get("inactive_file", "0")))
     except (OSError, ValueError):
         return None
-    return max(0, int(limit) - max(0, used - reclaimable))
+    return max(0, limit - max(0, used - reclaimable))
+
+
+class MemoryKills:
+    """How often the kernel killed a process for lack of memory, in the groups of one process. The process may end: its
+    groups are known by then."""
+
+    def __init__(self, pid: int, proc_root: Path = Path("/proc"), cgroup_root: Path = OWN_ROOT) -> None:
+        try:
+            groups = [*_memory_groups(cgroup_root, proc_root / str(pid) / "cgroup")]
+        except OSError:
+            groups = []
+        limits = ((f"{folder}/{files.events}", _limit_bytes(folder, files)) for folder, files in groups)
+        counted = ((path, limit, oom_kills(path)) for path, limit in limits)
+        self._groups = [(path, limit, count) for path, limit, count in counted if count is not None]
+
+    def more(self) -> bool:
+        """Whether the kernel killed in one of the groups since."""
+        return self._risen() is not None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The limit of the group in which the kernel killed since."""
+        risen = self._risen()
+        return None if risen is None else risen[1]
+
+    def _risen(self) -> tuple[str, int | None, int] | None:
+        risen = [group for group in self._groups if (oom_kills(group[0]) or 0) > group[2]]
+        # Groups above count it too. The innermost that has a limit is the one that ran out.
+        return next((group for group in risen if group[1] is not None), risen[0] if risen else None)
+
+
+def oom_kills(path: str = "/proc/vmstat") -> int | None:
+    """The counter in a file of a group; without one, that of the whole machine. None if it cannot be read."""
+    try:
+        lines = procfs.read_bounded(path).splitlines()
+    except OSError:
+        return None
+    return next((procfs.whole_number(line[9:]) for line in lines if line.startswith(b"oom_kill ")), None)

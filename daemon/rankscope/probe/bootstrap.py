@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Callable, Dict
 
+from . import exit_report
 from .failure import disable, switch
 
 
@@ -73,6 +74,7 @@ def _is_ours(function: Any) -> bool:
 
 def _start() -> None:
     try:
+        exit_report.install()
         TorchFinder().start()
     except Exception as error:
         disable(error)

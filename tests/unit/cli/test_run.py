@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +15,14 @@ from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Sever
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli import run
 from rankscope.cli.main import main
+from rankscope.cli.output_file import keep_output
 from rankscope.cli.standalone import Standalone
 from rankscope.operator.correlation.correlator import JobState
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow
+from tests.support.waiting import wait_until
+
+HEALTHY = Verdict(Kind.HEALTHY, "nothing stands out")
 
 
 def test_a_later_failure_is_reported_and_keeps_the_commands_status(
@@ -39,18 +48,20 @@ def test_a_failure_before_the_command_is_raised(monkeypatch: pytest.MonkeyPatch)
 
 # Once the command runs, the main thread waits for it.
 SIGNALLED = """
-import signal, sys, threading
+import pathlib, signal, sys, threading
 from rankscope.cli import run
 def send():
     print(sys.stdin.readline(), end="", flush=True)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 threading.Thread(target=send, daemon=True).start()
-print(run._run_command(["sh", "-c", "echo started; exec sleep 1000"], "mark", probe=False))
+command = run.Command(["sh", "-c", "echo started; exec sleep 1000"], pathlib.Path(sys.argv[1]), probe=False)
+end = command.run()
+print(end.status, end)
 """
 
 
-def test_a_signal_that_another_thread_takes_reaches_the_command() -> None:
-    command = [sys.executable, "-c", SIGNALLED]
+def test_a_signal_that_another_thread_takes_reaches_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SIGNALLED, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "started\n"
@@ -58,11 +69,11 @@ def test_a_signal_that_another_thread_takes_reaches_the_command() -> None:
             output, _ = process.communicate("send\n", timeout=60)
         finally:
             process.kill()
-    assert output == f"send\n{-signal.SIGTERM}\n"
+    assert output.startswith(f"send\n{-signal.SIGTERM} interrupted by SIGTERM after 0:")
 
 
 def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def on_device(figure: str) -> Verdict:
         cause = Cause("device", (), f"{figure} ms a step more on its device", DEVICE)
@@ -72,12 +83,13 @@ def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
         cause = Cause("forward", (FrameSeen("load", "/app/a.py", line, 0.4, 0.4, "forward"),), "", HOST)
         return Verdict(Kind.SLOW_RANK, "slow", Severity.ALARM, culprits=(2,), cause=cause)
 
-    healthy = Verdict(Kind.HEALTHY, "nothing stands out")
     monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: True)
-    watch = run.CommandWatch(quiet=False)
-    verdicts = (healthy, on_device("58.1"), on_device("59.2"), at_line(7), at_line(9), at_line(7), on_device("57.0"))
-    for at, verdict in enumerate((*verdicts, healthy, healthy, on_device("60.3")), start=1):
+    command = run.Command(["true"], tmp_path, probe=False)
+    watch = run.CommandWatch(command, quiet=False)
+    verdicts = (HEALTHY, on_device("58.1"), on_device("59.2"), at_line(7), at_line(9), at_line(7), on_device("57.0"))
+    for at, verdict in enumerate((*verdicts, HEALTHY, HEALTHY, on_device("60.3")), start=1):
         watch((JobState("job", 4, verdict, 0, at, 4, 0.1, None, None, ()),))
+    command.ends.stop()
     printed = [line.split(" ", 3)[3] for line in capsys.readouterr().err.splitlines()]
     assert printed == [
         "rank 2 is slow because its GPU is slow (58.1 ms a step more on its device)",
@@ -86,3 +98,49 @@ def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
         "healthy",
         "rank 2 is slow because its GPU is slow (60.3 ms a step more on its device)",
     ]
+
+
+def test_windows_in_which_a_rank_ends_are_no_evidence_but_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: True)
+    command = run.Command(["true"], tmp_path, probe=False)
+    watch = run.CommandWatch(command, quiet=True)
+    with subprocess.Popen(["sleep", "1000"]) as rank:
+        window = RankWindow(identity=RankIdentity(rank=1, pid=rank.pid))
+
+        def tell(kind: Kind, at: float) -> None:
+            verdict = Verdict(kind, "", Severity.ALARM, culprits=(0,))
+            watch((JobState("job", 2, verdict, 0, at, 2, 0.1, None, None, (window,), window_end_unix_seconds=at),))
+
+        before = time.time()
+        tell(Kind.HEALTHY, before)
+        rank.kill()
+        wait_until(lambda: rank.pid in command.ends.ends, lambda: "the end was not seen")
+    (job,) = watch.jobs
+    tell(Kind.SLOW_RANK, before + 1000)
+    assert [finding.verdict.kind for finding in job.findings] == []
+    tell(Kind.HANG, before + 1001)
+    tell(Kind.HANG, before + 1002)
+    assert [finding.verdict.kind for finding in job.findings] == [Kind.HANG]
+    command.ends.stop()
+
+
+def test_a_path_that_cannot_be_written_ends_the_command_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = tmp_path / "started"
+    for option in ("--summary", "--html"):
+        assert main(["run", option, str(tmp_path / "missing" / "file"), "--", "touch", str(mark)]) == 2
+        assert f"next step: name another with {option}" in capsys.readouterr().err
+    assert not mark.exists()
+
+
+def test_results_that_cannot_be_written_are_kept_in_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    keep_output("--summary", Path("/dev/full"), "measured")
+    told = capsys.readouterr().err
+    kept = Path(told.rpartition(" ")[2].strip())
+    assert "No space left on device" in told and kept.read_text() == "measured"

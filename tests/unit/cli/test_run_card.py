@@ -1,4 +1,4 @@
-"""What is summed up over a job's life, and what the card says of it."""
+"""What is summed up over a job's life, and what the card says about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
+from rankscope.cli.process_ends import ProcessEnd
 from rankscope.cli.run_card import JobSummary, advice, card, to_json
+from rankscope.cli.run_end import CommandEnd
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon.windows.window import INSPECTOR, OTHER_PLUGIN
 from rankscope.operator.correlation.correlator import JobState
@@ -38,9 +40,12 @@ def state(verdict: Verdict, at: float, job: str = "job", step_seconds: float | N
     return JobState(job, 2, verdict, 0, at, 2, step_seconds, None, 0.3, tuple(windows))
 
 
-def shown(*jobs: JobSummary) -> str:
-    console = Terminal(file=io.StringIO(), width=200, force_terminal=True)
-    console.print(card(jobs, 60.0, probe=True))
+FINISHED = CommandEnd(9, 0, 0.0, 60.0)
+
+
+def shown(*jobs: JobSummary, end: CommandEnd = FINISHED, terminal: bool = True) -> str:
+    console = Terminal(file=io.StringIO(), width=200, force_terminal=terminal)
+    console.print(card(jobs, end, probe=True))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -51,6 +56,9 @@ def test_the_costliest_finding_of_the_whole_run_is_the_verdict() -> None:
         assert job.add(state(verdict, at))
     assert job.verdict == slow(1, 90.0)
     assert (job.steps, len(job.step_seconds)) == (50, 5)
+    text = shown(job)
+    assert "from 0:02 to 0:03 of 1:00, for 1 s in all" in text
+    assert "also" in text and "rank 0 is slow; at 0:04 of 1:00" in text
     assert job.self_seconds.value == pytest.approx(0.07)
 
 
@@ -61,7 +69,70 @@ def test_repeated_evaluations_count_once_and_stepless_windows_add_no_step() -> N
     assert job.add(state(Verdict(Kind.INSUFFICIENT_DATA, "it ends"), 2.0, step_seconds=None))
     assert job.step_seconds == [0.1]
     assert job.verdict == HEALTHY
-    assert to_json([job], ["train"], 0, 3.0)["step_seconds"] == [0.1]
+    assert to_json([job], ["train"], FINISHED)["step_seconds"] == [0.1]
+
+
+def warning(rank: int) -> Verdict:
+    return replace(slow(rank, 1.0), severity=Severity.WARNING)
+
+
+def test_a_brief_warning_leaves_a_run_healthy() -> None:
+    job = JobSummary("job")
+    for at in range(1, 31):
+        job.add(state(warning(0) if at in (12, 13) else HEALTHY, at))
+    assert job.verdict == HEALTHY
+    text = " ".join(shown(job).split())
+    assert "brief warning" in text and "rank 0 is slow; from 0:12 to 0:13" in text
+    (told,) = to_json([job], ["train"], FINISHED)["jobs"]
+    assert (told["verdict"], told["severity"]) == ("healthy", "none")
+    assert [finding["seconds"] for finding in told["findings"]] == [1.0]
+
+
+def test_a_warning_that_stands_for_most_of_a_run_is_its_verdict_and_no_alarm() -> None:
+    job = JobSummary("job")
+    for at in range(1, 31):
+        job.add(state(warning(0) if at > 10 else HEALTHY, at))
+    assert job.verdict.severity is Severity.WARNING
+    assert "warning: rank 0 is slow" in shown(job)
+
+
+def test_the_loss_of_a_finding_is_that_of_all_its_stretches() -> None:
+    job = JobSummary("job")
+    verdicts = (slow(1, 10.0), slow(1, 30.0), HEALTHY, slow(1, 5.0), slow(1, 20.0))
+    for at, verdict in enumerate(verdicts, start=1):
+        job.add(state(verdict, at))
+    assert job.verdict.lost_gpu_seconds == 50.0
+    assert job.findings[0].seconds == 2.0  # it did not stand in between
+
+
+def failed(pid: int, status: int) -> CommandEnd:
+    return CommandEnd(9, 1, 0.0, 60.0, ends={pid: ProcessEnd(pid, 40.0, status)})
+
+
+def test_a_run_that_failed_is_not_healthy() -> None:
+    job = JobSummary("job")
+    told = state(HEALTHY, 1.0)
+    for rank, window in enumerate(told.windows):
+        window.identity.pid = 100 + rank
+    job.meet(told)
+    job.add(told)
+    text = " ".join(shown(job, end=failed(101, -9), terminal=False).split())
+    assert "verdict failed: rank 1 was ended by SIGKILL" in text
+    assert "0:40" in text and "healthy" in text.partition("before")[2]
+    (written,) = to_json([job], ["train"], failed(101, -9))["jobs"]
+    assert (written["verdict"], written["severity"], written["failure"]["rank"]) == ("failed", "alarm", 1)
+
+
+def test_a_job_whose_ranks_all_ended_well_did_not_fail() -> None:
+    job = JobSummary("job")
+    told = state(HEALTHY, 1.0)
+    for rank, window in enumerate(told.windows):
+        window.identity.pid = 100 + rank
+    job.meet(told)
+    job.add(told)
+    ends = {pid: ProcessEnd(pid, 40.0, 0) for pid in (100, 101)}
+    (written,) = to_json([job], ["train"], CommandEnd(9, 2, 0.0, 60.0, ends=ends))["jobs"]
+    assert (written["verdict"], written["failure"]) == ("healthy", None)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +143,7 @@ def test_repeated_evaluations_count_once_and_stepless_windows_add_no_step() -> N
         (Cause("starved"), "CPU limits"),
         (Cause("throttled"), "nvidia-smi"),
         (Cause(bound=DEVICE), "nvidia-smi"),
-        (Cause(), "rankscope capture"),
+        (Cause(), "--capture-when-slow"),
     ],
 )
 def test_the_advice_follows_the_cause(cause: Cause, expected: str) -> None:
@@ -149,7 +220,7 @@ def test_numbers_are_whole_without_a_terminal_and_on_narrow_ones(width: int | No
         window.figures.update({"input_seconds": 1000.5, "run_ahead_seconds": 2000.5, "mfu_ratio": 0.5})
     job.add(long)
     console = Terminal(file=io.StringIO(), width=width)
-    console.print(card([job], 60.0, probe=True, columns=console.columns))
+    console.print(card([job], FINISHED, probe=True, columns=console.columns))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     text = " ".join(" ".join(lines).split())
