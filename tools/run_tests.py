@@ -88,6 +88,7 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
 # One at a time: these are judged by how well and how fast, and each takes what the machine has.
 ACCEPTANCE: Lane = (
     Suite("demo", ("tests/e2e", "tests/console/test_demo.py"), IN_BROWSER),
+    Suite("endings", ("tests/endings",)),
     Suite("frameworks", ("tests/frameworks",), ("frameworks",)),
     Suite("bystander", ("tests/security",)),
     Suite("captures", ("tests/captures",)),

@@ -21,11 +21,18 @@ from rankscope.common.text import one_line, printable
 
 MAX_REPORTS: Final = 4096
 MAX_REPORT_BYTES: Final = 1 << 18
-MAX_TEXT: Final = 200
+MAX_TEXT: Final = 160
 # Exceptions that report how a process was ended rather than what went wrong in it.
 _INTERRUPTIONS: Final = ("KeyboardInterrupt", "SystemExit", "SignalException")
 _NESTED: Final = "Traceback (most recent call last)"
 _NESTED_FRAME: Final = re.compile(r'^\s*File "([^"\n]+)", line (\d{1,9}), in (\S+)', re.MULTILINE)
+# What a rank raises when a peer is gone. The peer closes its connections before it has ended.
+_PEER_IS_GONE: Final = re.compile(
+    r"connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|communicator was aborted"
+    r"|DistNetworkError|DistBackendError",
+    re.IGNORECASE,
+)
+MAX_PEER_SECONDS: Final = 10.0
 _CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -75,6 +82,13 @@ class Failure:
             return f"{who} was killed: {self.memory}"
         crashed = -self.status in _CRASHES
         return f"{who} {'crashed with' if crashed else 'was ended by'} {signal_name(-self.status)}"
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another process' end may be the reason: it lost a peer, or a launcher ended it."""
+        if self.raised is not None:
+            return _PEER_IS_GONE.search(self.raised.text) is not None
+        return self.status in (-signal.SIGTERM, -signal.SIGINT)
 
     @property
     def advice(self) -> str:
@@ -133,8 +147,13 @@ class CommandEnd:
         return first or Failure(None, self.ended_unix_seconds, self.status, "", None)
 
     def _first(self, pids: Collection[int], ranks: Mapping[int, int]) -> Failure | None:
-        failures = [failure for pid in pids if (failure := self._failure_of(pid, ranks)) is not None]
-        return min(failures, key=lambda failure: failure.unix_seconds, default=None)
+        every = [failure for pid in pids if (failure := self._failure_of(pid, ranks)) is not None]
+        failures = sorted(every, key=lambda failure: failure.unix_seconds)
+        if not failures:
+            return None
+        last_seconds = failures[0].unix_seconds + MAX_PEER_SECONDS
+        origins = [f for f in failures if not f.is_consequence and f.unix_seconds <= last_seconds]
+        return (origins or failures)[0]
 
     def _failure_of(self, pid: int, ranks: Mapping[int, int]) -> Failure | None:
         end, report = self.ends.get(pid), self.reports.get(pid)

@@ -222,6 +222,20 @@ def test_how_the_first_rank_failed_is_said_with_what_to_do(status: int, memory: 
     assert failure is not None and text in str(failure) and failure.advice
 
 
+PEER_IS_GONE = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:64748"
+
+
+@pytest.mark.parametrize(("status", "seconds", "rank"), [(3, 1.0, 1), (-9, 1.0, 1), (-15, 1.0, 0), (-9, 30.0, 0)])
+def test_a_rank_that_lost_its_peer_failed_because_of_the_peer(
+    status: int, seconds: float, rank: int, tmp_path: Path
+) -> None:
+    """Rank 0 loses rank 1, whose process ends a moment later; or a launcher ends rank 1 for the loss of another node."""
+    write_report(tmp_path, 100, 40.0, PEER_IS_GONE)
+    ends = {100: ProcessEnd(100, 40.1, 1), 101: ProcessEnd(101, 40.0 + seconds, status)}
+    failure = CommandEnd(9, 1, 0.0, 90.0, ends=ends, reports=read_exit_reports(tmp_path)).failure(RANKS)
+    assert failure is not None and failure.rank == rank
+
+
 def test_an_interruption_is_no_failure(tmp_path: Path) -> None:
     ends = {pid: ProcessEnd(pid, 40.5, -2) for pid in RANKS}
     write_report(tmp_path, 9, 40.6, "KeyboardInterrupt")
