@@ -26,10 +26,10 @@ MAX_TEXT: Final = 160
 _INTERRUPTIONS: Final = ("KeyboardInterrupt", "SystemExit", "SignalException")
 _NESTED: Final = "Traceback (most recent call last)"
 _NESTED_FRAME: Final = re.compile(r'^\s*File "([^"\n]+)", line (\d{1,9}), in (\S+)', re.MULTILINE)
-# What a rank raises when a peer is gone. The peer closes its connections before it has ended.
+# What a rank raises when a peer is gone, and a launcher when a rank is. A rank closes its connections before it ends.
 _PEER_IS_GONE: Final = re.compile(
     r"connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|communicator was aborted"
-    r"|DistNetworkError|DistBackendError",
+    r"|DistNetworkError|DistBackendError|ChildFailedError|ProcessExitedException",
     re.IGNORECASE,
 )
 MAX_PEER_SECONDS: Final = 10.0
@@ -127,8 +127,8 @@ class CommandEnd:
         """By the user, before anything failed."""
         if self.interrupted_unix_seconds is None:
             return False
-        first = self._first([*self.ends, *self.reports], {})
-        return first is None or first.unix_seconds >= self.interrupted_unix_seconds
+        failures = self._failures([*self.ends, *self.reports], {})
+        return not failures or failures[0].unix_seconds >= self.interrupted_unix_seconds
 
     def failure(self, ranks: Mapping[int, int]) -> Failure | None:
         """The first failure of a job; `ranks` has its ranks by pid. None if the job did not fail."""
@@ -146,9 +146,13 @@ class CommandEnd:
         first = self._first([*self.reports, *self.ends], {})
         return first or Failure(None, self.ended_unix_seconds, self.status, "", None)
 
+    def _failures(self, pids: Collection[int], ranks: Mapping[int, int]) -> list[Failure]:
+        """In the order of time."""
+        failures = [failure for pid in pids if (failure := self._failure_of(pid, ranks)) is not None]
+        return sorted(failures, key=lambda failure: failure.unix_seconds)
+
     def _first(self, pids: Collection[int], ranks: Mapping[int, int]) -> Failure | None:
-        every = [failure for pid in pids if (failure := self._failure_of(pid, ranks)) is not None]
-        failures = sorted(every, key=lambda failure: failure.unix_seconds)
+        failures = self._failures(pids, ranks)
         if not failures:
             return None
         last_seconds = failures[0].unix_seconds + MAX_PEER_SECONDS

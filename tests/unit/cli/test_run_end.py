@@ -229,7 +229,7 @@ PEER_IS_GONE = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1
 def test_a_rank_that_lost_its_peer_failed_because_of_the_peer(
     status: int, seconds: float, rank: int, tmp_path: Path
 ) -> None:
-    """Rank 0 loses rank 1, whose process ends a moment later; or a launcher ends rank 1 for the loss of another node."""
+    """Rank 1 ends a moment later. If a launcher ends it, another node was lost."""
     write_report(tmp_path, 100, 40.0, PEER_IS_GONE)
     ends = {100: ProcessEnd(100, 40.1, 1), 101: ProcessEnd(101, 40.0 + seconds, status)}
     failure = CommandEnd(9, 1, 0.0, 90.0, ends=ends, reports=read_exit_reports(tmp_path)).failure(RANKS)
@@ -242,7 +242,7 @@ def test_an_interruption_is_no_failure(tmp_path: Path) -> None:
     reports = read_exit_reports(tmp_path)
     end = CommandEnd(9, 130, 0.0, 42.0, 40.0, signal.SIGINT, ends, reports)
     assert end.failure(RANKS) is None and str(end) == "interrupted by Ctrl-C after 0:42"
-    # What failed before it did.
+    # Ranks that ended before the interruption did not end because of it.
     late = CommandEnd(9, 130, 0.0, 42.0, 41.0, signal.SIGINT, ends, reports)
     assert late.failure(RANKS) is not None and not late.is_interrupted
 
