@@ -35,7 +35,7 @@ class ProcessEnd:
 
 
 class ProcessEnds:
-    """`watch` may be called again for the same processes. Ends with `stop`."""
+    """`watch` may be called again for the same processes. After `stop` it does nothing, and `ends` stay."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,6 +56,8 @@ class ProcessEnds:
 
     def watch(self, pids: Iterable[int]) -> None:
         with self._lock:
+            if self._epoll.closed:
+                return
             self._machine_kills = oom_kills()
             for pid in pids:
                 if pid > 0 and pid not in self._memory_kills and len(self._memory_kills) < MAX_PROCESSES:
@@ -74,15 +76,18 @@ class ProcessEnds:
     def stop(self) -> None:
         os.eventfd_write(self._stop, 1)
         self._thread.join()
-        for descriptor in (*self._descriptors, self._stop):
-            os.close(descriptor)
-        self._epoll.close()
+        with self._lock:
+            for descriptor in (*self._descriptors, self._stop):
+                os.close(descriptor)
+            self._epoll.close()
 
     def _run(self) -> None:
-        while True:
+        is_stopped = False
+        while not is_stopped:
             for descriptor, events in self._epoll.poll():
                 if descriptor == self._stop:
-                    return
+                    is_stopped = True  # after the ends that came with it
+                    continue
                 with self._lock:
                     self._note(descriptor, is_reaped=bool(events & select.EPOLLHUP))
 

@@ -70,6 +70,18 @@ def test_a_process_that_is_gone_already_has_ended(ends: ProcessEnds) -> None:
     assert ends.ends[child.pid].status is None and 0 not in ends.ends
 
 
+def test_ends_that_come_with_the_stop_are_kept() -> None:
+    watched = ProcessEnds()
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        watched.watch([child.pid])
+        child.kill()
+        child.wait()
+        watched.stop()
+    assert child.pid in watched.ends
+    watched.watch([os.getpid()])  # the correlator may have one more window
+    assert os.getpid() not in watched.ends
+
+
 # Reports of the probe.
 
 
