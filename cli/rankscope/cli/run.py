@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from rankscope.analysis.stats.step_time_comparison import StepTimes
 from rankscope.analysis.verdicts.verdict import gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.job_tables import MARKS
@@ -32,6 +33,7 @@ from rankscope.cli.standalone import Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon import procfs
 from rankscope.daemon.server.sockets import ListenError
+from rankscope.daemon.windows.broadcast import Tick
 from rankscope.operator.correlation.correlator import JobState
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a finding that changes its line all the time may print.
 LINES_PER_JOB = 20
+# Jobs of other commands are timed too until it is known whose they are.
+MAX_TIMED_JOBS = 256
 # As shells report a command that cannot be started.
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 
@@ -85,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             folder = stack.enter_context(private)
             standalone = Standalone(private_config(folder))
             standalone.correlator.listen(watch)
+            standalone.on_tick(watch.take_steps)
             try:
                 stack.enter_context(standalone)
             except ListenError as error:
@@ -181,6 +186,8 @@ class CommandWatch:
         self.mark = uuid.uuid4().hex
         self._quiet = quiet
         self._summaries: dict[str, JobSummary] = {}
+        self._times: dict[str, StepTimes] = {}
+        self._timed_rank: dict[str, int] = {}
         self._shown: dict[str, list[str]] = {}  # by job, the gists printed since it was last healthy
         self._others: set[tuple[str, int]] = set()  # jobs of other commands, with one of their processes
 
@@ -195,9 +202,23 @@ class CommandWatch:
             if summary is None:
                 if not self._is_ours(state):
                     continue
-                summary = self._summaries[state.job] = JobSummary(state.job)
+                times = self._times.setdefault(state.job, StepTimes())
+                summary = self._summaries[state.job] = JobSummary(state.job, times)
             if summary.add(state) and not self._quiet:
                 self._show(state)
+
+    def take_steps(self, tick: Tick) -> None:
+        """Keep the steps of each job's lowest rank. In synchronous training all ranks have the same."""
+        for key, step_seconds in tick.step_seconds.items():
+            job, rank = tick.windows[key].identity.job, tick.windows[key].identity.rank
+            if job not in self._times and len(self._times) >= MAX_TIMED_JOBS:
+                continue
+            times = self._times.setdefault(job, StepTimes())
+            if rank < self._timed_rank.setdefault(job, rank):
+                self._timed_rank[job] = rank
+                times.clear()
+            if rank == self._timed_rank[job]:
+                times.add(step_seconds)
 
     def _is_ours(self, state: JobState) -> bool:
         pid = next((identity.pid for identity in state.identities.values()), 0)

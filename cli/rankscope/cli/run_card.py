@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.analysis.stats.step_time_comparison import StepTimes
 from rankscope.analysis.verdicts.verdict import (
     DEVICE,
     NETWORK,
@@ -36,8 +37,6 @@ from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 
 # A verdict needs several windows.
 SHORT_SECONDS = 20.0
-# One value per window: a week of them.
-MAX_WINDOWS = 300_000
 PROBLEMS_SHOWN = 3
 RANKS_SHOWN = 32
 GROUPS_SHOWN = 3
@@ -99,9 +98,9 @@ class JobSummary:
     """`add` takes every state of the job."""
 
     job: str
+    step_times: StepTimes = field(default_factory=StepTimes)
     ranks: int = 0
     steps: int = 0
-    step_seconds: list[float] = field(default_factory=list)  # one per window, the median of its ranks
     self_seconds: Mean = field(default_factory=Mean)
     wait_seconds: Mean = field(default_factory=Mean)
     input_seconds: Mean = field(default_factory=Mean)
@@ -139,11 +138,9 @@ class JobSummary:
                 if len(self.problems) < PROBLEMS_SHOWN:
                     self.problems[problem] = None
         timed = [window for window in windows if window.HasField("step_seconds")]
-        if not timed or state.step_seconds is None:
+        if not timed:
             return True
         self.windows = timed
-        if len(self.step_seconds) < MAX_WINDOWS:
-            self.step_seconds.append(state.step_seconds)
         for window in timed:
             self.self_seconds.add(measured(window, "self_seconds"))
             self.wait_seconds.add(measured(window, "wait_seconds"))
@@ -154,8 +151,7 @@ class JobSummary:
 
     @property
     def median_step_seconds(self) -> float | None:
-        ordered = sorted(self.step_seconds)
-        return ordered[len(ordered) // 2] if ordered else None
+        return self.step_times.median_seconds
 
 
 def card(jobs: Sequence[JobSummary], seconds: float, *, probe: bool, columns: int | None = None) -> RenderableType:
@@ -214,7 +210,7 @@ def _step(job: JobSummary, *, probe: bool) -> str:
         return "not measured" + ("" if probe else " without the probe")
     parts = {"self time": job.self_seconds, "waiting for others": job.wait_seconds, "input": job.input_seconds}
     shown = [f"{name} {milliseconds(mean.value)}" for name, mean in parts.items() if mean.value is not None]
-    return f"{milliseconds(median)} (median of windows)" + (f": {', '.join(shown)}" if shown else "")
+    return f"{milliseconds(median)} (median of steps)" + (f": {', '.join(shown)}" if shown else "")
 
 
 def _links(windows: Sequence[RankWindow]) -> str:
@@ -256,7 +252,7 @@ def to_json(jobs: Sequence[JobSummary], command: Sequence[str], status: int, sec
         "command": list(command),
         "exit_status": status,
         "seconds": round(seconds, 3),
-        "step_seconds": jobs[0].step_seconds if jobs else [],
+        "step_seconds": jobs[0].step_times.rounded() if jobs else [],
         "jobs": [_job_json(job) for job in jobs],
     }
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Severity, Verdict
@@ -13,7 +14,11 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli import run
 from rankscope.cli.main import main
 from rankscope.cli.standalone import Standalone
+from rankscope.daemon.samples import Span
+from rankscope.daemon.windows.broadcast import Tick
 from rankscope.operator.correlation.correlator import JobState
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow
 
 
 def test_a_later_failure_is_reported_and_keeps_the_commands_status(
@@ -86,3 +91,25 @@ def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
         "healthy",
         "rank 2 is slow because its GPU is slow (60.3 ms a step more on its device)",
     ]
+
+
+def test_all_steps_of_the_lowest_rank_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: state.job == "job")
+    watch = run.CommandWatch(quiet=True)
+
+    def tick(job: str, **steps: list[float]) -> None:
+        ranks = {(job, int(name[1:]), 1, 1): np.array(seconds) for name, seconds in steps.items()}
+        windows = {key: RankWindow(identity=RankIdentity(job=job, rank=key[1])) for key in ranks}
+        watch.take_steps(Tick(Span(0, 1), windows, (), ranks))
+
+    def state(job: str) -> JobState:
+        return JobState(job, 2, Verdict(Kind.HEALTHY, ""), 0, 1.0, 2, 0.1, None, None, ())
+
+    watch((state("early"), state("job")))  # judged before its first step
+    tick("job", r1=[9.0])  # only rank 1 has ended a step
+    tick("job", r1=[8.0], r0=[1.0, 2.0])
+    tick("other", r0=[7.0])
+    tick("job", r0=[3.0], r1=[6.0])
+    watch((state("other"), state("job")))
+    (job,) = watch.jobs
+    assert job.step_times.seconds.tolist() == [1.0, 2.0, 3.0]
