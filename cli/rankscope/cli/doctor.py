@@ -98,16 +98,20 @@ def _examine_server(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 def _examine_run(job: JobStatus) -> Iterator[Finding]:
     from rankscope.analysis.verdicts.verdict import ranks
+    from rankscope.cli.job_tables import stale_nodes
 
     name = f"run {one_line(job.job, 200)}"
     if job.ranks_seen < job.world_size:
         text = f"{job.ranks_seen} of {job.world_size} ranks report"
         yield Finding(name, Level.WARNING, text, "is there a daemon on every node of the run? docs/troubleshooting.md")
+    silent_nodes = stale_nodes(job)
+    for text in silent_nodes:
+        yield Finding(name, Level.WARNING, text, "is the daemon of that node running, and reachable from the server?")
     by_problem: defaultdict[str, list[int]] = defaultdict(list)
     for window in job.ranks:
         for problem in window.problems:
             by_problem[one_line(problem, 500)].append(window.identity.rank)
     for problem, numbers in sorted(by_problem.items()):
         yield Finding(name, Level.WARNING, f"{ranks(numbers)}: {problem}")
-    if job.ranks_seen >= job.world_size and not by_problem:
+    if job.ranks_seen >= job.world_size and not by_problem and not silent_nodes:
         yield Finding(name, Level.OK, f"all {job.world_size} ranks report")

@@ -195,6 +195,7 @@ def test_json_agrees_with_the_console_api_on_runs_and_ranks(server: Server, addr
     summary = msgspec.to_builtins(run_summary(played.view()))
     assert run == {name: summary[name] for name in run}
     for rank, found in enumerate(told):
+        assert found.pop("stale_seconds") is None
         history = rank_history(played.view(), rank)
         assert history is not None
         latest = msgspec.to_builtins(history.latest)
@@ -214,6 +215,32 @@ def test_json_is_one_object_with_null_for_unmeasured_values(server: Server, addr
     first, second = told["ranks"]
     assert (first["rank"], first["node"], first["step_seconds"]) == (0, "gpu-1", 0.08)
     assert (second["step_seconds"], second["wait_seconds"], second["cpu_ratio"]) == (None, 0.01, 0.95)
+
+
+def test_ranks_of_a_silent_node_are_marked_with_the_age_of_their_figures(
+    server: Server, address: str, capsys: Output
+) -> None:
+    stale = status("llama", [window(rank, node=f"gpu-{rank // 2}", step_ms=80) for rank in range(4)])
+    fresh = drawn([stale], top.View(), 200)
+    assert "age" not in " ".join(fresh) and "nothing from" not in " ".join(fresh)
+    stale.stale_seconds.update({2: 31.6, 3: 32.2})
+    for height in (None, 24):
+        lines = [line.strip() for line in drawn([stale], top.View(), 80, height)]
+        assert "nothing from node gpu-1 for 32 s: the figures of ranks 2 and 3 are old" in lines
+        assert [line.endswith(" 32 s") for line in lines if line[:1].isdigit()] == [False, False, True, True]
+    stale.stale_seconds[0] = 40.0
+    (line,) = [line for line in drawn([stale], top.View(), 200) if "nothing from" in line]
+    assert line.strip().endswith("rank 0 are old; 1 more of its nodes are silent")
+    assert len(drawn([stale] * 3, top.View(), 60, 12)) <= 12
+
+    server.jobs = [stale]
+    assert main(["top", "--once", "--json", "--connect", address]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [rank["stale_seconds"] for rank in told["ranks"]] == [40.0, None, 31.6, 32.2]
+    assert main(["doctor", "--connect", address]) == 0
+    shown = capsys.readouterr().out
+    assert "run llama: nothing from node gpu-1 for 32 s" in shown and "all 4 ranks report" not in shown
+    assert "is the daemon of that node running" in shown
 
 
 def test_without_a_terminal_every_refresh_is_printed(server: Server, address: str, capsys: Output) -> None:
