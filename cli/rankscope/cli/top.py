@@ -117,6 +117,8 @@ def _show(channel: grpc.Channel, view: View, *, once: bool, as_json: bool) -> in
     if not once and not as_json and console.is_terminal:
         return _Live(channel, console, view).run()
     for jobs in _snapshots(channel, view.run, once=once):
+        if once and view.run and not jobs:
+            raise CommandError(f"{_nothing(view).plain}; `rankscope top --once` lists all runs", Exit.NOT_FOUND)
         if as_json:
             to_stdout(msgspec.json.encode(_answer(jobs, view)).decode())
         else:

@@ -262,8 +262,12 @@ def test_a_daemon_without_correlation_shows_its_ranks_without_a_verdict(
     (told,) = json.loads(capsys.readouterr().out)["runs"]
     assert (told["run"], told["world_size"], told["ranks_seen"], told["step_seconds"]) == ("llama", 4, 3, 0.051)
     assert told["verdict"]["kind"] == "insufficient_data"
-    assert main(["top", "--once", "--connect", address, "--run", "other"]) == 0
-    assert "no run other is seen yet" in capsys.readouterr().out
+    for words in (["--run", "other"], ["--run", "other/", "--json"]):
+        capsys.readouterr()
+        assert main(["top", "--once", "--connect", address, *words]) == 6
+        said = capsys.readouterr()
+        assert said.out == "" and f"error: no run {words[1]} is seen yet" in said.err
+    assert main(["top", "--once", "--json", "--connect", address, "--ranks", "7"]) == 0
     assert main(["doctor", "--connect", address]) == 0
     assert "a daemon without correlation" in capsys.readouterr().out
 
