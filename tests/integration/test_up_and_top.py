@@ -121,7 +121,7 @@ def test_top_once_prints_the_verdict_and_every_rank(up: Serving, job: DemoJob) -
 
     up.wait_until(shows_both_ranks)
     cut = rankscope("top", "--once", "--rows", "1", "--connect", up.grpc_target)
-    assert "… and 1 more ranks (--rows N shows more)" in cut.stdout
+    assert "… and 1 more rank (--rows N shows more)" in cut.stdout
     told = rankscope("top", "--once", "--json", "--run", job.job_name, "--ranks", "1", "--connect", up.grpc_target)
     (run,) = json.loads(told.stdout)["runs"]
     assert [rank["pid"] for rank in run["ranks"]] == job.pids[1:]

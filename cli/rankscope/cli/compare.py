@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rankscope.analysis.quantities import count
 from rankscope.analysis.stats.step_time_comparison import CompareError, Comparison, Shift, Side, compare
 from rankscope.cli.messages import Exit, refuse, to_stdout
 from rankscope.cli.mfu_request import QuantityError
@@ -85,11 +86,11 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     given = [list(side) if side else None for side in (arguments.a, arguments.b)]
     wanted = given.count(None)
     if len(arguments.sides) != wanted:
-        had = len(arguments.sides)
+        had = count(len(arguments.sides), "file or directory", "files or directories")
         raise QuantityError(
-            f"{had} files or directories where A and B are needed; several runs a side: --a FILE… --b FILE…"
+            f"{had} where A and B are needed; several runs a side: --a FILE… --b FILE…"
             if wanted == 2
-            else f"{had} files or directories besides --a and --b, where {wanted} is needed"
+            else f"{had} besides --a and --b, where {wanted} is needed"
         )
     left = iter(arguments.sides)
     a, b = (side if side is not None else [next(left)] for side in given)

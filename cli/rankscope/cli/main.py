@@ -124,8 +124,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(refuse(text if text.endswith("?") else f"{text}; next step: {self.prog} --help"))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        choices = [] if action.choices is None else [str(choice) for choice in action.choices]
-        if choices and value not in choices:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
             alike = difflib.get_close_matches(str(value), choices, 1)
             rest = f"did you mean {alike[0]}?" if alike else f"choose from {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"there is no {str(value)[:40]!r}; {rest}")

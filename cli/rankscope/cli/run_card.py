@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.analysis.quantities import count
 from rankscope.analysis.stats.step_time_comparison import StepTimes
 from rankscope.analysis.verdicts.verdict import (
     DEVICE,
@@ -180,7 +181,7 @@ def _no_rank(seconds: float) -> str:
 
 def _lines(job: JobSummary, seconds: float, *, probe: bool) -> list[tuple[str, Text]]:
     verdict = job.verdict
-    title = f"{one_line(job.job, 100)}: {job.ranks} ranks, {job.steps} steps in {seconds:.0f} s"
+    title = f"{one_line(job.job, 100)}: {count(job.ranks, 'rank')}, {count(job.steps, 'step')} in {seconds:.0f} s"
     lines = [("job", Text(title)), ("step", Text(_step(job, probe=probe)))]
     if job.mfu_ratio.value is not None:
         lines.append(("MFU", Text(percent(job.mfu_ratio.value))))

@@ -27,6 +27,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from rankscope.analysis.quantities import count
 from rankscope.analysis.verdicts.verdict import Verdict, evidence, headline, loss, milliseconds
 from rankscope.cli import options
 from rankscope.cli.connection import CALL_SECONDS, connected
@@ -216,7 +217,7 @@ def _verdict_line(job: pb.JobStatus) -> str:
 
 def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[RenderableType]:
     verdict = verdict_of(job.verdict)
-    facts = [f"{job.ranks_seen}/{job.world_size} ranks"]
+    facts = [f"{job.ranks_seen}/{count(job.world_size, 'rank')}"]
     if job.HasField("step_seconds"):
         facts.append(f"step {milliseconds(job.step_seconds)}")
     if job.HasField("mfu_ratio"):
@@ -232,7 +233,7 @@ def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[Renderabl
     if verdict.asynchronous:
         yield Text(one_line(verdict.asynchronous, EVIDENCE_CHARACTERS))
     if silent := stale_nodes(job):
-        others = f"; {len(silent) - 1} more of its nodes are silent" if len(silent) > 1 else ""
+        others = f"; silent, too: {count(len(silent) - 1, 'more node')}" if len(silent) > 1 else ""
         yield Text(f"{silent[0]}{others}", style="yellow")
     if why := evidence(verdict):
         yield Text(one_line(why, EVIDENCE_CHARACTERS))
@@ -242,7 +243,7 @@ def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[Renderabl
     shown = _cut(ranks, verdict, view)
     yield rank_table(shown, verdict.culprits, stacks=True, nodes=True, columns=width, stale_seconds=job.stale_seconds)
     if len(ranks) > len(shown):
-        yield Text(f"… and {len(ranks) - len(shown)} more ranks (--rows N shows more)", style="dim")
+        yield Text(f"… and {count(len(ranks) - len(shown), 'more rank')} (--rows N shows more)", style="dim")
 
 
 def _ranks(job: pb.JobStatus, view: View) -> list[RankWindow]:

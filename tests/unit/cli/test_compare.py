@@ -231,7 +231,7 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("{a}", "1 files or directories where A and B are needed"),
+        ("{a}", "1 file or directory where A and B are needed"),
         ("{a} {a} {a}", "3 files"),
         ("--a {a}", "0 files or directories besides"),
         ("{a} {a}.none", "No such file"),

@@ -70,7 +70,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         ("correlator --daemon 127.0.0.1:1 --mfu-target 40", "--mfu-target: '40' is not a number above 0"),
     ],
 )
-def test_a_mistake_in_an_argument_is_one_error_with_a_next_step(
+def test_a_wrong_argument_is_one_error_with_a_next_step(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = Command(capsys)(*words.split())
