@@ -156,7 +156,7 @@ def test_without_the_probe_a_verdict_has_low_confidence_or_abstains() -> None:
         (("earthquake",), "unknown fault 'earthquake'; choose one of none, slow-rank"),
         (("slow-rank:rank=4",), "the job has ranks 0 to 3"),
         (("slow-rank:delay=-1",), "delay must be above 0"),
-        (("hang", "--world-size", "1"), "1 ranks: the demo runs 2 to 16"),
+        (("hang", "--world-size", "1"), "--world-size 1: the demo runs 2 to 16"),
         (("none", "--seconds", "nan"), "--seconds"),
     ],
 )

@@ -195,9 +195,10 @@ def test_a_slow_rank_is_named_captured_and_found_after_restarts(fleet: Fleet, tm
     for words in (("captures", "ls"), ("stacks", "--run", run), ("flame", "--run", run)):
         assert fleet.ask(*words, who="daemon-node-a").returncode != 0
 
-    # A daemon that was away is followed again.
+    # The last figures of a daemon that is away are marked as old. When it is back, it is followed again.
     fleet.stop("node-b")
     wait_until(lambda: fleet.value("rankscope_operator_daemons_connected") == 1, fleet.explain)
+    wait_until(lambda: "nothing from node node-b for" in fleet.ask("top", "--once").stdout, fleet.explain)
     fleet.start_daemon(fleet.nodes[1])
     wait_until(lambda: fleet.value("rankscope_operator_daemons_connected") == 2, fleet.explain)
 

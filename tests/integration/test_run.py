@@ -57,7 +57,8 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
     (job,) = written["jobs"]
     assert (job["verdict"], job["culprits"], job["world_size"]) == ("slow_rank", [1], 2)
     assert written["exit_status"] == 0
-    # A summary is a run for `rankscope compare`.
+    # A summary is a run for `rankscope compare`, step by step.
+    assert job["steps"] / 2 < len(written["step_seconds"]) <= job["steps"]
     compared = subprocess.run(
         [*MAIN, "compare", str(summary), str(summary), "--json"], capture_output=True, text=True, check=False
     )

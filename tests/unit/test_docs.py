@@ -144,6 +144,14 @@ def package_tables() -> Iterator[tuple[Path, list[str]]]:
                 yield root / packages[0], re.findall(r"`(\w+)`", cells[1])
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_table_has_a_head(path: Path) -> None:
+    """An empty line inside a table makes text of the rows below it."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^ *\|.*\n?)+", text, re.MULTILINE):
+        assert re.match(r".*\n *\|[-: |]+\|\n", table), table[:200]
+
+
 def test_the_map_of_the_source_tree_names_modules_that_exist() -> None:
     found = list(package_tables())
     assert len(found) > 40

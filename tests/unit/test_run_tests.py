@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,3 +91,16 @@ def test_progress_counts_the_tests_that_pytest_has_printed(tmp_path: Path) -> No
         output.write("bringing up nodes...\n" + "." * 72 + " [  4%]\n..Fs.")
         output.flush()
         assert run_tests.outcomes(output.fileno()) == ", 77 tests, 1 FAILED"
+
+
+def test_make_test_sets_up_and_runs_each_real_component() -> None:
+    assert "make test" in (run_tests.ROOT / ".ci" / "run").read_text().splitlines()
+    makefile = (run_tests.ROOT / "Makefile").read_text()
+    assert re.search(r"^demo: setup\b", makefile, re.MULTILINE)
+    assert re.search(r"^test: setup prometheus\b", makefile, re.MULTILINE)
+    suites = [suite for row in run_tests.TEST_ROWS for lane in row for suite in lane]
+    paths = {path for suite in suites for path in suite.options}
+    # The API server, Prometheus, the browser, and training jobs.
+    assert {"tests/kube", "tests/alerts", "tests/console", "tests/e2e"} <= paths
+    set_up = {command for suite in suites for command in suite.command}
+    assert {f"tools/setup_{name}.sh" for suite in suites for name in suite.needs} <= set_up

@@ -19,6 +19,12 @@ DEFINED = {
 }
 
 
+def test_a_listener_is_on_the_page_once() -> None:
+    listeners = PAGES[0].read_text().split("\n## Listeners\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d{4})\b[^|]*\| ([^|]+) \|", listeners, re.MULTILINE)
+    assert len(rows) > 5 and len(set(rows)) == len(rows), rows
+
+
 def test_every_test_that_the_page_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGES[0].read_text()))
     assert len(named) > 20

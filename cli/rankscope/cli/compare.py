@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rankscope.analysis.quantities import count
 from rankscope.analysis.stats.step_time_comparison import CompareError, Comparison, Shift, Side, compare
 from rankscope.cli.messages import Exit, refuse, to_stdout
 from rankscope.cli.mfu_request import QuantityError
@@ -30,8 +31,8 @@ examples:
 A file is text, CSV (column step_seconds, or --column), JSON, JSON lines, or a torch-profiler trace. Each file is a
 run; traces in one directory are the ranks of one run. Difference = median of B ÷ median of A − 1. Steps that go up and
 down together do not count as independent, and with several runs a side the runs are compared. With --max-regression the
-exit code is 0 if B passes, 1 if it is slower by more than that, 3 if the data do not decide; 2 is wrong usage or a file
-that cannot be read. How, and the JSON keys: docs/compare.md.
+exit code is 0 if B passes, 1 if it is or seems slower by more than that, 3 if it seems within the limit but the noise
+is larger; 2 is wrong usage or a file that cannot be read. How, and the JSON keys: docs/compare.md.
 """
 
 
@@ -49,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-regression",
         metavar="PERCENT",
-        help="a gate for CI: exit with 1 if B is slower by more than so much, with 3 if that cannot be decided",
+        help="a gate for CI: exit with 1 if B is slower by more than this",
+    )
+    parser.add_argument(
+        "--undecided",
+        choices=("fail", "pass"),
+        default="fail",
+        help="when the data do not decide, the gate fails or passes (default: %(default)s)",
     )
     add_options(parser, "--json")
 
@@ -66,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             result = compare(runs_a.seconds, runs_b.seconds, confidence=confidence, warmup=warmup)
     except (QuantityError, StepFileError, CompareError) as error:
         return refuse(f"rankscope compare: {error}; next step: rankscope compare --help")
-    gate = None if limit is None else judge(result, limit)
+    gate = None if limit is None else judge(result, limit, undecided_passes=arguments.undecided == "pass")
     notes = [*_same(side_a, side_b), *notes_of(result), *runs_a.notes, *runs_b.notes]
     if arguments.json:
         to_stdout(json.dumps(to_json(result, runs_a.names, runs_b.names, notes, gate)))
@@ -79,11 +86,11 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     given = [list(side) if side else None for side in (arguments.a, arguments.b)]
     wanted = given.count(None)
     if len(arguments.sides) != wanted:
-        had = len(arguments.sides)
+        had = count(len(arguments.sides), "file or directory", "files or directories")
         raise QuantityError(
-            f"{had} files or directories where A and B are needed; several runs a side: --a FILE… --b FILE…"
+            f"{had} where A and B are needed; several runs a side: --a FILE… --b FILE…"
             if wanted == 2
-            else f"{had} files or directories besides --a and --b, where {wanted} is needed"
+            else f"{had} besides --a and --b, where {wanted} is needed"
         )
     left = iter(arguments.sides)
     a, b = (side if side is not None else [next(left)] for side in given)
@@ -152,13 +159,19 @@ def notes_of(result: Comparison) -> list[str]:
     return notes
 
 
-def sentence(result: Comparison) -> str:
+# Without significance, runs are only called alike if the interval excludes a larger difference.
+ALIKE_RATIO = 0.05
+
+
+def sentence(result: Comparison, alike_ratio: float = ALIKE_RATIO) -> str:
     shift = result.median
-    if result.reason:
-        return f"Too few steps to decide: {_moved(shift)}, but {result.reason}"
+    if shift.ci_low is None or shift.ci_high is None:
+        return f"Too few steps to decide: {_moved(shift, 'seems')}, but {result.reason}"
     if result.significant:
         return _words(shift, result.confidence)
-    return f"No difference found: {_words(shift, result.confidence)}"
+    if -alike_ratio < shift.ci_low and shift.ci_high < alike_ratio:
+        return f"No difference of {alike_ratio * 100:g} % or more: {_words(shift, result.confidence)}"
+    return f"Undecided: {_words(shift, result.confidence, 'seems')}; noise may be the reason"
 
 
 @dataclass(frozen=True)
@@ -166,43 +179,50 @@ class Gate:
     """Whether B passes a limit on its slowdown."""
 
     limit_ratio: float
-    status: Exit  # OK, FAILED or UNDECIDED
+    result: str  # passed, regression or undecided
     text: str
-
-    @property
-    def word(self) -> str:
-        return {Exit.OK: "passed", Exit.FAILED: "regression"}.get(self.status, "undecided")
+    status: Exit
 
 
-def judge(result: Comparison, limit_ratio: float) -> Gate:
-    """Passed only if a regression of the size of the limit would have been seen."""
+def judge(result: Comparison, limit_ratio: float, *, undecided_passes: bool = False) -> Gate:
+    """B passes only if a regression of the size of the limit would have been seen. The gate does not turn green because
+    noise hides what seems to be a regression."""
     shift, limit = result.median, _percent_text(limit_ratio)
-    more = "next: more steps, or several runs each (--a A1 A2 A3 --b B1 B2 B3)"
+    if result.significant and shift.difference_ratio > limit_ratio:
+        return Gate(limit_ratio, "regression", f"regression: B is slower by more than {limit} %", Exit.FAILED)
+    if result.mean.significant(result.confidence) and result.mean.difference_ratio > limit_ratio:
+        text = f"regression: by the mean, B is slower by more than {limit} %: look for slow steps that the median hides"
+        return Gate(limit_ratio, "regression", text, Exit.FAILED)
+    seems_slower = shift.difference_ratio > limit_ratio
+    reason = ""
     if shift.ci_high is None:
-        return Gate(limit_ratio, Exit.UNDECIDED, f"undecided: {result.reason or 'too few steps'}; {more}")
-    if shift.difference_ratio > limit_ratio:
-        if result.significant:
-            return Gate(limit_ratio, Exit.FAILED, f"regression: B is slower by more than {limit} %")
-        return Gate(limit_ratio, Exit.UNDECIDED, f"undecided: B seems slower by more than {limit} %, or noise; {more}")
-    noise = shift.ci_high - shift.difference_ratio
-    if noise > limit_ratio and shift.ci_high > limit_ratio:
-        text = f"undecided: the noise of ±{_percent_text(noise)} % hides a regression of {limit} %; {more}"
-        return Gate(limit_ratio, Exit.UNDECIDED, text)
-    return Gate(limit_ratio, Exit.OK, f"passed: B is not slower by more than {limit} %")
+        reason = result.reason
+    elif seems_slower:
+        reason = "the noise is too large to be sure"
+    elif shift.ci_high - shift.difference_ratio > limit_ratio and shift.ci_high > limit_ratio:
+        noise_ratio = shift.ci_high - shift.difference_ratio
+        reason = f"the noise of ±{_percent_text(noise_ratio)} % hides a regression of {limit} %"
+    if not reason:
+        return Gate(limit_ratio, "passed", f"passed: B is not slower by more than {limit} %", Exit.OK)
+    seems = f"B seems slower by more than {limit} %, but " if seems_slower else ""
+    text = f"undecided: {seems}{reason}; next step: more steps, or several runs each (--a A1 A2 A3 --b B1 B2 B3)"
+    if undecided_passes:
+        return Gate(limit_ratio, "undecided", f"{text}; passed because of --undecided pass", Exit.OK)
+    return Gate(limit_ratio, "undecided", text, Exit.FAILED if seems_slower else Exit.UNDECIDED)
 
 
 def to_json(
     result: Comparison, names_a: tuple[str, ...], names_b: tuple[str, ...], notes: list[str], gate: Gate | None = None
 ) -> dict[str, Any]:
     return {
-        **({} if gate is None else {"gate": {"max_regression_ratio": gate.limit_ratio, "result": gate.word}}),
+        **({} if gate is None else {"gate": {"max_regression_ratio": gate.limit_ratio, "result": gate.result}}),
         **asdict(result.median),
         "significant": result.significant,
         "confidence": result.confidence,
         "cliffs_delta": result.cliffs_delta,
         "method": result.method,
         "reason": result.reason or None,
-        "sentence": sentence(result),
+        "sentence": sentence(result, ALIKE_RATIO if gate is None else gate.limit_ratio),
         "mean": {**asdict(result.mean), "significant": result.mean.significant(result.confidence)},
         "a": _side_json(result.a, names_a),
         "b": _side_json(result.b, names_b),
@@ -213,7 +233,8 @@ def to_json(
 def print_answer(result: Comparison, notes: list[str], gate: Gate | None = None) -> None:
     console = Terminal()
     style = ("red" if result.median.difference_ratio > 0 else "green") if result.significant else "yellow"
-    console.print(sentence(result), style=f"bold {'yellow' if result.reason else style}")
+    alike_ratio = ALIKE_RATIO if gate is None else gate.limit_ratio
+    console.print(sentence(result, alike_ratio), style=f"bold {'yellow' if result.reason else style}")
     table = make_table(("", "runs", "steps", "warm-up", "median", "mean", "p90"))
     for name, side in (("A", result.a), ("B", result.b)):
         times = (side.median_seconds, side.mean_seconds, side.p90_seconds)
@@ -224,22 +245,23 @@ def print_answer(result: Comparison, notes: list[str], gate: Gate | None = None)
     for note in notes:
         console.print(f"note: {note}", style="dim")
     if gate is not None:
-        style = {Exit.OK: "green", Exit.FAILED: "red"}.get(gate.status, "yellow")
+        style = {"passed": "green", "regression": "red"}.get(gate.result, "yellow")
         console.print(f"gate: {gate.text}", style=f"bold {style}")
 
 
-def _words(shift: Shift, confidence: float) -> str:
+def _words(shift: Shift, confidence: float, verb: str = "is") -> str:
     low, high = shift.ci_low or 0.0, shift.ci_high or 0.0
     if shift.difference_ratio < 0:
         low, high = -high, -low
     interval = f"{confidence * 100:g} % CI {_percent_text(low)} – {_percent_text(high)} %"
-    return f"{_moved(shift)} ({interval}), p {_p(shift.p_value or 0.0)}"
+    return f"{_moved(shift, verb)} ({interval}), p {_p(shift.p_value or 0.0)}"
 
 
-def _moved(shift: Shift) -> str:
+def _moved(shift: Shift, verb: str = "is") -> str:
     if shift.difference_ratio == 0:
-        return "B is as fast as A"
-    return f"B is {_percent_text(abs(shift.difference_ratio))} % {'slower' if shift.difference_ratio > 0 else 'faster'}"
+        return f"B {verb} as fast as A"
+    direction = "slower" if shift.difference_ratio > 0 else "faster"
+    return f"B {verb} {_percent_text(abs(shift.difference_ratio))} % {direction}"
 
 
 def _percent_text(ratio: float) -> str:

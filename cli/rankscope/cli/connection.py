@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import signal
+import ssl
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,11 +184,27 @@ def connected(arguments: argparse.Namespace) -> Iterator[tuple[str, grpc.Channel
 def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials:
     if (endpoint.client_certificate is None) != (endpoint.client_key is None):
         raise EndpointError("--client-certificate and --client-key belong together")
+    if endpoint.client_certificate is not None and endpoint.client_key is not None:
+        _check_key(endpoint.client_certificate, endpoint.client_key)
     return grpc.ssl_channel_credentials(
         _pem("--certificate-authority", endpoint.certificate_authority, b"CERTIFICATE-----"),
         _pem("--client-key", endpoint.client_key, b"PRIVATE KEY-----"),
         _pem("--client-certificate", endpoint.client_certificate, b"CERTIFICATE-----"),
     )
+
+
+def _check_key(certificate: Path, key: Path) -> None:
+    """gRPC would only say that the handshake failed."""
+    _pem("--client-certificate", certificate, b"CERTIFICATE-----")
+    _pem("--client-key", key, b"PRIVATE KEY-----")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, password=str)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            reason = f"--client-key {key} is not the key of --client-certificate {certificate}"
+            raise EndpointError(f"{reason}; next step: name the key that was made with it") from error
+        reason = f"--client-certificate {certificate} and --client-key {key} cannot be used"
+        raise EndpointError(f"{reason}: {error.reason or error}; keys must have no password") from error
 
 
 def _pem(flag: str, path: Path | None, kind: bytes) -> bytes | None:

@@ -124,7 +124,7 @@ def _settings(arguments: argparse.Namespace) -> CorrelatorSettings:
         check_address(alert_host, has_tls)
         token = read_token(arguments.alerts_token)
     return CorrelatorSettings(
-        sources=_sources(arguments),
+        sources=_sources(arguments, has_tls),
         state_folder=arguments.state_dir,
         api_host=api_host,
         api_port=api_port,
@@ -150,11 +150,18 @@ def _for_users(flag: str, text: str, has_tls: bool) -> tuple[str, int]:
     return host, port
 
 
-def _sources(arguments: argparse.Namespace) -> list[DaemonSource]:
+def _sources(arguments: argparse.Namespace, has_tls: bool) -> list[DaemonSource]:
     found: list[DaemonSource] = [FileDaemons(path) for path in arguments.daemons_file]
     found += [DnsDaemons(name) for name in arguments.daemons_dns]
     if arguments.daemon:
         found.append(GivenDaemons(arguments.daemon))
+        for address in arguments.daemon:
+            host, _ = host_port("--daemon", address)
+            if not has_tls and not is_loopback(host):
+                raise ValueError(
+                    f"--daemon {address}: the daemon of another machine wants a certificate: "
+                    "pass --tls-certificate, --tls-key and --tls-authority (`rankscope certificates --help`)"
+                )
     if arguments.daemons_slurm:
         if not 0 < arguments.daemon_port < 65536:
             raise ValueError(f"--daemon-port {arguments.daemon_port}: 1 to 65535")

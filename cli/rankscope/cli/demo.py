@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import tempfile
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise FaultError(f"--seconds {arguments.seconds:g}: take 1 to 86400")
     except FaultError as error:
         return refuse(str(error))
+    if importlib.util.find_spec("torch") is None:  # the ranks need it, in processes of their own
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     log_to_stderr("error")
     signal.signal(signal.SIGTERM, _interrupt)
     console = Terminal(stderr=arguments.json)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rankscope.analysis.quantities import count
 from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.daemon import add_setting_arguments, read_settings
 from rankscope.cli.messages import Exit, to_stdout
@@ -56,7 +57,7 @@ def _report(found: Iterable[Finding], arguments: argparse.Namespace) -> int:
         rows = [{**vars(finding), "level": finding.level.value} for finding in findings]
         to_stdout(json.dumps({"healthy": healthy, "findings": rows}))
     else:
-        to_stdout(f"\n{counts[Level.PROBLEM]} problems, {counts[Level.WARNING]} warnings")
+        to_stdout(f"\n{count(counts[Level.PROBLEM], 'problem')}, {count(counts[Level.WARNING], 'warning')}")
     return Exit.OK if healthy else Exit.FAILED
 
 
@@ -86,7 +87,7 @@ def _examine_server(arguments: argparse.Namespace) -> Iterator[Finding]:
             else:
                 raise  # nothing can be examined
         else:
-            yield Finding("server", Level.OK, f"{target} answers; it knows {len(runs)} runs")
+            yield Finding("server", Level.OK, f"{target} answers; it knows {count(len(runs), 'run')}")
         try:
             CaptureServiceStub(channel).ListCaptures(ListCapturesRequest(), timeout=CALL_SECONDS)
             yield Finding("captures", Level.OK, "you may list them")
@@ -98,16 +99,20 @@ def _examine_server(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 def _examine_run(job: JobStatus) -> Iterator[Finding]:
     from rankscope.analysis.verdicts.verdict import ranks
+    from rankscope.cli.job_tables import stale_nodes
 
     name = f"run {one_line(job.job, 200)}"
     if job.ranks_seen < job.world_size:
-        text = f"{job.ranks_seen} of {job.world_size} ranks report"
+        text = f"{job.ranks_seen} of {count(job.world_size, 'rank')} report"
         yield Finding(name, Level.WARNING, text, "is there a daemon on every node of the run? docs/troubleshooting.md")
+    silent_nodes = stale_nodes(job)
+    for text in silent_nodes:
+        yield Finding(name, Level.WARNING, text, "is the daemon of that node running, and reachable from the server?")
     by_problem: defaultdict[str, list[int]] = defaultdict(list)
     for window in job.ranks:
         for problem in window.problems:
             by_problem[one_line(problem, 500)].append(window.identity.rank)
     for problem, numbers in sorted(by_problem.items()):
         yield Finding(name, Level.WARNING, f"{ranks(numbers)}: {problem}")
-    if job.ranks_seen >= job.world_size and not by_problem:
-        yield Finding(name, Level.OK, f"all {job.world_size} ranks report")
+    if job.ranks_seen >= job.world_size and not by_problem and not silent_nodes:
+        yield Finding(name, Level.OK, f"all ranks report ({job.world_size})")

@@ -15,6 +15,7 @@ from rankscope.analysis.profiles.comparison import FrameExcess, sentence
 from rankscope.analysis.profiles.frames import Frame
 from rankscope.analysis.profiles.phases import PHASES
 from rankscope.analysis.profiles.profile import Profile
+from rankscope.analysis.quantities import count
 from rankscope.cli import options
 from rankscope.cli.connection import connected
 from rankscope.cli.contexts import add_connection_arguments
@@ -159,7 +160,7 @@ def _write(client: ProfileClient, asked: Asked, path: Path) -> int:
         start_unix_nanos=start,
         duration_nanos=end - start,
     )
-    to_stderr(f"{path}: {profile.samples_total} samples of {asked.title}")
+    to_stderr(f"{path}: {count(profile.samples_total, 'sample')} of {asked.title}")
     return Exit.OK
 
 
@@ -169,7 +170,7 @@ def _write(client: ProfileClient, asked: Asked, path: Path) -> int:
 def _print_top(client: ProfileClient, asked: Asked) -> int:
     profile = _profile(client, asked)
     total = profile.samples_total
-    to_stdout(f"{asked.title}: {total} samples")
+    to_stdout(f"{asked.title}: {count(total, 'sample')}")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("own", "total"):
         table.add_column(heading, justify="right")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.cli.messages import CommandError, Exit, cannot_write, log_to_stderr, refuse, to_stderr
+from rankscope.cli.options import add_options
 from rankscope.common.audit import LOGGER
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.server.sockets import ListenError
@@ -59,7 +60,7 @@ def run_until_signalled(
 
 def add_service_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
-    parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    add_options(parser, "--mfu-target")
     parser.add_argument(
         "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
     )

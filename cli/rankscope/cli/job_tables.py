@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from rankscope.analysis.profiles.frames import is_library
-from rankscope.analysis.verdicts.verdict import Severity, milliseconds
+from rankscope.analysis.verdicts.verdict import Severity, milliseconds, ranks
 from rankscope.cli.terminal import make_table
 from rankscope.common.text import one_line
 from rankscope.operator.console.answers import cpu_ratio, measured
 from rankscope.operator.correlation.columns import range_seconds
+from rankscope.v1.job_service_pb2 import JobStatus
 from rankscope.v1.window_pb2 import RankWindow
 
 STARVED_SHOWN = 0.05
@@ -29,9 +32,11 @@ def rank_table(
     stacks: bool,
     nodes: bool = False,
     columns: int | None = None,
+    stale_seconds: Mapping[int, float] = MappingProxyType({}),
 ) -> Table:
-    """`stacks` adds the location of each rank, `nodes` its machine. What does not fit into `columns` is left out, the
-    least important first: a number that is cut is wrong."""
+    """`stacks` adds the location of each rank, `nodes` its machine. `stale_seconds` is the age of windows that are too
+    old, by rank. What does not fit into `columns` is left out, the least important first: a number that is cut is
+    wrong."""
     optional = {
         "node": nodes,
         "ahead": any("run_ahead_seconds" in window.figures for window in windows),
@@ -46,6 +51,9 @@ def rank_table(
         for name, cell in _CELLS.items()
         if optional.get(name, True)
     }
+    if stale_seconds:
+        ages = [stale_seconds.get(window.identity.rank) for window in windows]
+        cells["age"] = ["" if age is None else f"{age:.0f} s" for age in ages]
     if columns is not None:
         for name in _LEAST_IMPORTANT:
             if sum(max(map(cell_len, (name, *texts))) + 2 for name, texts in cells.items()) - 2 <= columns:
@@ -55,8 +63,22 @@ def rank_table(
     for window, row in zip(windows, zip(*cells.values(), strict=True), strict=True):
         culprit = window.identity.rank in culprits
         mark = Text(row[0], style="bold red" if culprit else "")
-        table.add_row(mark, *row[1:], style="red" if culprit else "")
+        style = "dim" if window.identity.rank in stale_seconds else "red" if culprit else ""
+        table.add_row(mark, *row[1:], style=style)
     return table
+
+
+def stale_nodes(job: JobStatus) -> list[str]:
+    """A sentence for each node whose daemon has been silent for too long."""
+    by_node: defaultdict[str, list[int]] = defaultdict(list)
+    for window in job.ranks:
+        if window.identity.rank in job.stale_seconds:
+            by_node[window.identity.node].append(window.identity.rank)
+    return [
+        f"nothing from node {one_line(node, NODE_CHARACTERS * 4)} for "
+        f"{max(job.stale_seconds[rank] for rank in numbers):.0f} s: the figures of {ranks(numbers)} are old"
+        for node, numbers in sorted(by_node.items())
+    ]
 
 
 def _node(window: RankWindow) -> str:

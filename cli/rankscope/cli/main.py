@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from rankscope.cli.messages import CommandError, Exit, refuse, to_stdout
+
+MAX_MESSAGE_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,21 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **options})
+        # What begins like a negative number is a value, so that `--since -5m` has the error of its option.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
         self.set_defaults(bare=None)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        text = message.removeprefix("argument ")[:MAX_MESSAGE_CHARACTERS]
+        self.exit(refuse(text if text.endswith("?") else f"{text}; next step: {self.prog} --help"))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            alike = difflib.get_close_matches(str(value), choices, 1)
+            rest = f"did you mean {alike[0]}?" if alike else f"choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"there is no {str(value)[:40]!r}; {rest}")
 
     def add_subparsers(self, **options: Any) -> Any:
         self.set_defaults(bare=self)
@@ -136,7 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module.add_arguments(places[chosen])
         parsed, unknown = parser.parse_known_args(words)
         if unknown:  # with the usage of the command, not of `rankscope`
-            (parser if chosen is None else places[chosen]).error(f"unrecognized arguments: {' '.join(unknown)}")
+            asked = parser if chosen is None else places[chosen]
+            alike = difflib.get_close_matches(unknown[0], asked._option_string_actions, 1)
+            hint = f"; did you mean {alike[0]}?" if alike else ""
+            asked.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         if module is None or parsed.bare is not None:
             parsed.bare.print_help()
             return Exit.OK

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--counting",
         choices=[counting.value for counting in Counting],
         default="palm",
-        help="with --config: palm (default; all active parameters) or matmul (only what is multiplied)",
+        help="with --model-config: palm (default; all active parameters) or matmul (only what is multiplied)",
     )
     model.add_argument("--causal", action="store_true", help="count half of the attention, as a causal mask leaves it")
     model.add_argument(

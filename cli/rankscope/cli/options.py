@@ -14,6 +14,16 @@ _DURATION: Final = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([smhd])(?:\s+ag
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0 and up to 1, as in 0.4")
+    return share
+
+
 _RANKS: Final = "these ranks only, as in 0-7,12 (default: all)"
 # By what a user may write: the first word is the option.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -26,6 +36,7 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "help": "this run only; NAMESPACE/: those of a namespace (default: all)",
     },
     "--ranks": {"default": ALL, "metavar": "RANKS", "help": _RANKS},
+    "--mfu-target": {"type": _share, "metavar": "RATIO", "help": "raise low_mfu below this, for example 0.4"},
     # Sizes are what a daemon says. A capture of 64 ranks has a few gigabytes.
     "--max-bytes": {
         "type": int,

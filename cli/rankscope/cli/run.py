@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from rankscope.analysis.stats.step_time_comparison import StepTimes
 from rankscope.analysis.verdicts.verdict import Kind, gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.job_tables import MARKS
@@ -34,6 +35,7 @@ from rankscope.cli.standalone import Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon import procfs
 from rankscope.daemon.server.sockets import ListenError
+from rankscope.daemon.windows.broadcast import Tick
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.probe import exit_report
 
@@ -48,6 +50,8 @@ _ENDING = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a finding that changes its line all the time may print.
 LINES_PER_JOB = 20
+# Jobs of other commands are timed too until it is known whose they are.
+MAX_TIMED_JOBS = 256
 # As shells report a command that cannot be started.
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 
@@ -92,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             running = Command(command, Path(folder), probe=not arguments.no_probe)
             watch = CommandWatch(running, quiet=arguments.quiet)
             standalone.correlator.listen(watch)
+            standalone.on_tick(watch.take_steps)
             try:
                 stack.enter_context(standalone)
             except ListenError as error:
@@ -214,6 +219,8 @@ class CommandWatch:
         self._command = command
         self._quiet = quiet
         self._summaries: dict[str, JobSummary] = {}
+        self._times: dict[str, StepTimes] = {}
+        self._timed_rank: dict[str, int] = {}
         self._shown: dict[str, list[str]] = {}  # by job, the gists printed since it was last healthy
         self._others: set[tuple[str, int]] = set()  # jobs of other commands, with one of their processes
 
@@ -228,7 +235,8 @@ class CommandWatch:
             if summary is None:
                 if not self._is_ours(state):
                     continue
-                summary = self._summaries[state.job] = JobSummary(state.job)
+                times = self._times.setdefault(state.job, StepTimes())
+                summary = self._summaries[state.job] = JobSummary(state.job, times)
             summary.meet(state)
             self._command.ends.watch(summary.pids)
             if self._is_evidence(state, summary) and summary.add(state) and not self._quiet:
@@ -247,6 +255,19 @@ class CommandWatch:
         return state.verdict.kind is Kind.HANG and not any(
             finding.verdict.kind is Kind.HANG for finding in summary.findings
         )
+
+    def take_steps(self, tick: Tick) -> None:
+        """Keep the steps of each job's lowest rank. In synchronous training all ranks have the same."""
+        for key, step_seconds in tick.step_seconds.items():
+            job, rank = tick.windows[key].identity.job, tick.windows[key].identity.rank
+            if job not in self._times and len(self._times) >= MAX_TIMED_JOBS:
+                continue
+            times = self._times.setdefault(job, StepTimes())
+            if rank < self._timed_rank.setdefault(job, rank):
+                self._timed_rank[job] = rank
+                times.clear()
+            if rank == self._timed_rank[job]:
+                times.add(step_seconds)
 
     def _is_ours(self, state: JobState) -> bool:
         pid = next((identity.pid for identity in state.identities.values()), 0)

@@ -13,6 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.analysis.quantities import count
+from rankscope.analysis.stats.step_time_comparison import StepTimes
 from rankscope.analysis.verdicts.verdict import (
     DEVICE,
     NETWORK,
@@ -30,7 +32,7 @@ from rankscope.analysis.verdicts.verdict import (
 from rankscope.cli.job_tables import rank_table
 from rankscope.cli.run_end import CommandEnd, Failure, clock
 from rankscope.cli.terminal import Terminal
-from rankscope.common.text import counted, one_line
+from rankscope.common.text import one_line
 from rankscope.daemon.windows.window import INSPECTOR
 from rankscope.operator.console.answers import measured
 from rankscope.operator.correlation.correlator import JobState
@@ -38,8 +40,6 @@ from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 
 # A verdict needs several windows.
 SHORT_SECONDS = 20.0
-# One value per window: a week of them.
-MAX_WINDOWS = 300_000
 # Between two evaluations; a longer gap is a pause of the machine.
 MAX_GAP_SECONDS = 10.0
 # A shorter warning is brief: it is mentioned below the verdict.
@@ -145,11 +145,11 @@ class JobSummary:
     """`add` takes every state of the job."""
 
     job: str
+    step_times: StepTimes = field(default_factory=StepTimes)
     ranks: int = 0
     steps: int = 0
     restarts: int = 0
     pids: dict[int, int] = field(default_factory=dict)  # the latest rank of each process, from the last restart on
-    step_seconds: list[float] = field(default_factory=list)  # one per window, the median of its ranks
     self_seconds: Mean = field(default_factory=Mean)
     wait_seconds: Mean = field(default_factory=Mean)
     input_seconds: Mean = field(default_factory=Mean)
@@ -207,11 +207,9 @@ class JobSummary:
                 if len(self.problems) < PROBLEMS_SHOWN:
                     self.problems.setdefault(re.sub(r"\d+", "", problem), problem)
         timed = [window for window in windows if window.HasField("step_seconds")]
-        if not timed or state.step_seconds is None:
+        if not timed:
             return True
         self.windows = timed
-        if len(self.step_seconds) < MAX_WINDOWS:
-            self.step_seconds.append(state.step_seconds)
         for window in timed:
             self.self_seconds.add(measured(window, "self_seconds"))
             self.wait_seconds.add(measured(window, "wait_seconds"))
@@ -234,8 +232,7 @@ class JobSummary:
 
     @property
     def median_step_seconds(self) -> float | None:
-        ordered = sorted(self.step_seconds)
-        return ordered[len(ordered) // 2] if ordered else None
+        return self.step_times.median_seconds
 
 
 def card(jobs: Sequence[JobSummary], end: CommandEnd, *, probe: bool, columns: int | None = None) -> RenderableType:
@@ -275,9 +272,7 @@ def _no_rank(seconds: float) -> str:
 
 
 def _lines(job: JobSummary, end: CommandEnd, *, probe: bool) -> list[tuple[str, Text]]:
-    title = (
-        f"{one_line(job.job, 100)}: {counted(job.ranks, 'rank')}, {counted(job.steps, 'step')} in {end.seconds:.0f} s"
-    )
+    title = f"{one_line(job.job, 100)}: {count(job.ranks, 'rank')}, {count(job.steps, 'step')} in {end.seconds:.0f} s"
     lines = [("job", Text(title)), ("step", Text(_step(job, probe=probe)))]
     if job.mfu_ratio.value is not None:
         lines.append(("MFU", Text(percent(job.mfu_ratio.value))))
@@ -343,7 +338,7 @@ def _step(job: JobSummary, *, probe: bool) -> str:
         return "not measured" + ("" if probe else " without the probe")
     parts = {"self time": job.self_seconds, "waiting for others": job.wait_seconds, "input": job.input_seconds}
     shown = [f"{name} {milliseconds(mean.value)}" for name, mean in parts.items() if mean.value is not None]
-    return f"{milliseconds(median)} (median of windows)" + (f": {', '.join(shown)}" if shown else "")
+    return f"{milliseconds(median)} (median of steps)" + (f": {', '.join(shown)}" if shown else "")
 
 
 def _links(windows: Sequence[RankWindow]) -> str:
@@ -387,7 +382,7 @@ def to_json(jobs: Sequence[JobSummary], command: Sequence[str], end: CommandEnd)
         "interrupted": end.is_interrupted,
         "seconds": round(end.seconds, 3),
         "failure": _failure_json(end.failure_of_command(), end),
-        "step_seconds": jobs[0].step_seconds if jobs else [],
+        "step_seconds": jobs[0].step_times.rounded() if jobs else [],
         "jobs": [_job_json(job, end) for job in jobs],
     }
 

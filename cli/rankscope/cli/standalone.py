@@ -15,6 +15,7 @@ from rankscope.daemon.config import NONE, Config, resolve
 from rankscope.daemon.loop import Addresses, Daemon
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
+from rankscope.daemon.windows.broadcast import Tick
 from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.decision import FailedError
 from rankscope.operator.correlation.correlator import Correlator, suspects
@@ -176,6 +177,10 @@ class Standalone:
             request = DumpStacksRequest(job=job, with_flight_recorder=True)
             answer: DumpStacksResponse = ProfileServiceStub(channel).DumpStacks(request, timeout=DUMP_SECONDS)
             return answer
+
+    def on_tick(self, callback: Callable[[Tick], None]) -> None:
+        """Call `callback` with every tick, in the daemon's own thread, so it must be quick."""
+        self._daemon.publisher.subscribe(callback)
 
     def stop(self) -> None:
         if self._console is not None:

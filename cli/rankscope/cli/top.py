@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import queue
@@ -26,15 +27,16 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from rankscope.analysis.quantities import count
 from rankscope.analysis.verdicts.verdict import Verdict, evidence, headline, loss, milliseconds
 from rankscope.cli import options
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.job_tables import MARKS, rank_table
+from rankscope.cli.job_tables import MARKS, rank_table, stale_nodes
 from rankscope.cli.messages import CommandError, Exit, to_stdout
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
-from rankscope.operator.console.answers import TopAnswer, TopRun, cpu_ratio, measured, rank_answer, run_fields
+from rankscope.operator.console.answers import TopAnswer, TopRank, TopRun, cpu_ratio, measured, run_fields, top_rank
 from rankscope.operator.correlation.job_service import is_wanted, state_of, verdict_of
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
@@ -116,6 +118,8 @@ def _show(channel: grpc.Channel, view: View, *, once: bool, as_json: bool) -> in
     if not once and not as_json and console.is_terminal:
         return _Live(channel, console, view).run()
     for jobs in _snapshots(channel, view.run, once=once):
+        if once and view.run and not jobs:
+            raise CommandError(f"{_nothing(view).plain}; `rankscope top --once` lists all runs", Exit.NOT_FOUND)
         if as_json:
             to_stdout(msgspec.json.encode(_answer(jobs, view)).decode())
         else:
@@ -176,8 +180,8 @@ def _live_screen(jobs: Jobs, view: View, width: int, height: int) -> RenderableT
     if not jobs:
         return Group(_nothing(view), _keys(view))
     place = _place(jobs, view)
-    chosen = list(_run(jobs[place], view, width))
-    lines = sum(-(-max(1, cell_len(text.plain)) // max(1, width)) for text in chosen[:3] if isinstance(text, Text))
+    above = itertools.takewhile(lambda part: isinstance(part, Text), _run(jobs[place], view, width))
+    lines = sum(-(-max(1, cell_len(text.plain)) // max(1, width)) for text in above if isinstance(text, Text))
     room = max(1, height - OTHER_LINES - lines)
     # Runs above and below the chosen one, at most a third of the screen.
     most = max(1, room // 3)
@@ -213,7 +217,7 @@ def _verdict_line(job: pb.JobStatus) -> str:
 
 def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[RenderableType]:
     verdict = verdict_of(job.verdict)
-    facts = [f"{job.ranks_seen}/{job.world_size} ranks"]
+    facts = [f"{job.ranks_seen}/{count(job.world_size, 'rank')}"]
     if job.HasField("step_seconds"):
         facts.append(f"step {milliseconds(job.step_seconds)}")
     if job.HasField("mfu_ratio"):
@@ -228,15 +232,18 @@ def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[Renderabl
     yield Text(_verdict_line(job), style=style)
     if verdict.asynchronous:
         yield Text(one_line(verdict.asynchronous, EVIDENCE_CHARACTERS))
+    if silent := stale_nodes(job):
+        others = f"; silent, too: {count(len(silent) - 1, 'more node')}" if len(silent) > 1 else ""
+        yield Text(f"{silent[0]}{others}", style="yellow")
     if why := evidence(verdict):
         yield Text(one_line(why, EVIDENCE_CHARACTERS))
     ranks = _ranks(job, view)
     if not ranks:
         return
     shown = _cut(ranks, verdict, view)
-    yield rank_table(shown, verdict.culprits, stacks=True, nodes=True, columns=width)
+    yield rank_table(shown, verdict.culprits, stacks=True, nodes=True, columns=width, stale_seconds=job.stale_seconds)
     if len(ranks) > len(shown):
-        yield Text(f"… and {len(ranks) - len(shown)} more ranks (--rows N shows more)", style="dim")
+        yield Text(f"… and {count(len(ranks) - len(shown), 'more rank')} (--rows N shows more)", style="dim")
 
 
 def _ranks(job: pb.JobStatus, view: View) -> list[RankWindow]:
@@ -329,6 +336,8 @@ def _keyboard(report: Callable[[str], None]) -> Iterator[None]:
 
 
 def _answer(jobs: Jobs, view: View) -> TopAnswer:
-    return TopAnswer(
-        [TopRun(**run_fields(state_of(job)), ranks=list(map(rank_answer, _ranks(job, view)))) for job in jobs]
-    )
+    return TopAnswer([TopRun(**run_fields(state_of(job)), ranks=_rank_answers(job, view)) for job in jobs])
+
+
+def _rank_answers(job: pb.JobStatus, view: View) -> list[TopRank]:
+    return [top_rank(window, job.stale_seconds.get(window.identity.rank)) for window in _ranks(job, view)]

@@ -17,6 +17,7 @@ from rankscope.cli.daemon import add_setting_arguments, audit_path, read_setting
 from rankscope.cli.foreground import run_until_signalled
 from rankscope.cli.job_tables import MARKS
 from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.options import add_options
 from rankscope.cli.prometheus_stack import (
     Pace,
     PrometheusStack,
@@ -225,7 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve the console there, on loopback (default: 127.0.0.1:9469, or a free port if that is taken); "
         "`none` for no console",
     )
-    parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    add_options(parser, "--mfu-target")
     add_alert_arguments(parser)
     add_setting_arguments(parser)
 

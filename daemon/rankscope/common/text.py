@@ -22,11 +22,6 @@ def one_line(text: str, characters: int) -> str:
     return printable(" ".join(text.split()), characters)
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`"""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def printable_name(text: str, characters: int) -> str:
     """Like `printable`, for names that must stay distinct: "/" becomes "-", and a hash of the whole name is added if
     anything is replaced or cut."""

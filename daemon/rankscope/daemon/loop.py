@@ -174,7 +174,8 @@ class Daemon:
             self._collectors.stacks.hurry(job, self._clock.monotonic_seconds())
         if self.captures is not None:
             self.captures.observe(sampled.ranks, windows)
-        tick = Tick(span, windows, departed)
+        step_seconds = {key: each.steps.step_seconds for key, each in sampled.samples.items() if each.steps is not None}
+        tick = Tick(span, windows, departed, step_seconds)
         self._reports = tuple(reports)
         self._status = self._describe(sampled)
         self._log_problems(sampled)

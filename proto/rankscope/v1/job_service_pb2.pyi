@@ -206,6 +206,26 @@ Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 class JobStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StaleSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RANKS_SEEN_FIELD_NUMBER: _builtins.int
@@ -214,6 +234,7 @@ class JobStatus(_message.Message):
     MFU_RATIO_FIELD_NUMBER: _builtins.int
     EXPOSED_COMMUNICATION_RATIO_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    STALE_SECONDS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     world_size: _builtins.int
     ranks_seen: _builtins.int
@@ -226,6 +247,10 @@ class JobStatus(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_window_pb2.RankWindow]:
         """the latest of each"""
 
+    @_builtins.property
+    def stale_seconds(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """By rank, for ranks whose latest window is older than it should be: the seconds since it arrived."""
+
     def __init__(
         self,
         *,
@@ -237,10 +262,11 @@ class JobStatus(_message.Message):
         mfu_ratio: _builtins.float | None = ...,
         exposed_communication_ratio: _builtins.float | None = ...,
         ranks: _abc.Iterable[_window_pb2.RankWindow] | None = ...,
+        stale_seconds: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio", "_mfu_ratio", b"_mfu_ratio", "_step_seconds", b"_step_seconds", "exposed_communication_ratio", b"exposed_communication_ratio", "mfu_ratio", b"mfu_ratio", "step_seconds", b"step_seconds", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio", "_mfu_ratio", b"_mfu_ratio", "_step_seconds", b"_step_seconds", "exposed_communication_ratio", b"exposed_communication_ratio", "job", b"job", "mfu_ratio", b"mfu_ratio", "ranks", b"ranks", "ranks_seen", b"ranks_seen", "step_seconds", b"step_seconds", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio", "_mfu_ratio", b"_mfu_ratio", "_step_seconds", b"_step_seconds", "exposed_communication_ratio", b"exposed_communication_ratio", "job", b"job", "mfu_ratio", b"mfu_ratio", "ranks", b"ranks", "ranks_seen", b"ranks_seen", "stale_seconds", b"stale_seconds", "step_seconds", b"step_seconds", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exposed_communication_ratio: _TypeAlias = _typing.Literal["exposed_communication_ratio"]  # noqa: Y015
     _WhichOneofArgType__exposed_communication_ratio: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio"]  # noqa: Y015

@@ -59,7 +59,8 @@ def test_a_run_is_not_different_from_itself(a: Path, compare: Command) -> None:
     read = compare.json(a, a)
     assert (read["difference_ratio"], read["p_value"], read["significant"]) == (0, 1, False)
     assert "stands on both sides" in read["notes"][0]
-    assert compare.answer(a, a).startswith("No difference found")
+    assert compare.answer(a, a).startswith("No difference of 5 % or more: B is as fast as A")
+    assert compare.answer(a, a, "--max-regression", "2.5%").startswith("No difference of 2.5 % or more")
 
 
 def test_a_name_that_looks_like_markup_is_a_name(tmp_path: Path, compare: Command) -> None:
@@ -138,13 +139,54 @@ def test_a_gate_that_cannot_decide_says_so(a: Path, slower: Path, tmp_path: Path
     assert gate(a, slower, "--max-regression", "3%") == (1, "regression")
     assert gate(a, slower, "--max-regression", "8%") == (0, "passed")
     few = write(tmp_path / "few.txt", times(1, 1.5, steps=4))
-    assert gate(a, few, "--max-regression", "5%") == (3, "undecided")
+    assert gate(few, a, "--max-regression", "5%") == (3, "undecided")
     # As slow as before, but a slowdown of the limit would not have been seen.
-    noisy = [write(tmp_path / f"{name}.txt", times(seed, 1.0, noise=0.5, steps=40)) for seed, name in enumerate("xy")]
+    noisy = [
+        write(tmp_path / f"{name}.txt", times(seed, 1.0, noise=0.5, steps=40)) for seed, name in ((1, "x"), (0, "y"))
+    ]
     assert gate(*noisy, "--max-regression", "2%") == (3, "undecided")
     shown = compare.answer(*noisy, "--max-regression", "2%", status=3)
     assert "gate: undecided: " in shown and "several runs each" in " ".join(shown.split())
     assert compare(a, tmp_path / "missing", "--max-regression", "2%").status == 2
+
+
+@pytest.mark.parametrize(
+    ("factor", "steps", "noise", "begins", "passes", "statuses"),
+    [
+        (1.0, 3000, 0.05, "No difference of 5 % or more: B is ", "passed", (0, 0)),
+        (1.03, 3000, 0.05, "B is 3.", "passed", (0, 0)),
+        (5.0, 3000, 0.05, "B is ", "regression", (1, 1)),
+        (5.0, 16, 0.02, "B is ", "regression", (1, 1)),
+        (5.0, 16, 1.5, "Undecided: B seems ", "undecided", (1, 0)),
+        (1.5, 4, 0.02, "Too few steps to decide: B seems ", "undecided", (1, 0)),
+        (1.0, 4, 0.02, "Too few steps to decide: B seems ", "undecided", (3, 0)),
+        (1.0, 40, 0.5, "Undecided: B seems ", "undecided", (3, 0)),
+    ],
+)
+def test_words_and_gate_fit_the_numbers(
+    factor: float,
+    steps: int,
+    noise: float,
+    begins: str,
+    passes: str,
+    statuses: tuple[int, int],
+    tmp_path: Path,
+    compare: Command,
+) -> None:
+    before = write(tmp_path / "before.txt", times(1, 1.0, steps, noise))
+    after = write(tmp_path / "after.txt", times(3, factor, steps, noise))
+    for undecided, status in zip(("fail", "pass"), statuses, strict=True):
+        answer = compare.answer(before, after, "--max-regression", "5%", "--undecided", undecided, status=status)
+        assert answer.startswith(begins)
+        assert f"gate: {passes}: " in answer
+
+
+def test_a_gate_sees_slow_steps_that_the_median_hides(a: Path, tmp_path: Path, compare: Command) -> None:
+    stalled = [value * (10 if step % 10 == 9 else 1) for step, value in enumerate(times(3))]
+    b = write(tmp_path / "stalled.txt", stalled)
+    answer = " ".join(compare.answer(a, b, "--max-regression", "5%", status=1).split())
+    assert "the median hides slow steps: by the mean, B is 9" in answer
+    assert "gate: regression: by the mean, B is slower" in answer
 
 
 @pytest.mark.parametrize(
@@ -189,7 +231,7 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("{a}", "1 files or directories where A and B are needed"),
+        ("{a}", "1 file or directory where A and B are needed"),
         ("{a} {a} {a}", "3 files"),
         ("--a {a}", "0 files or directories besides"),
         ("{a} {a}.none", "No such file"),

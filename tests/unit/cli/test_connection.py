@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from rankscope.cli import capture as command
 from rankscope.cli import captures, connection
@@ -300,3 +301,21 @@ def test_only_a_listening_socket_counts_not_its_files(tmp_path: Path, monkeypatc
         assert connection._without_socket(own).endswith(f"but one of root at {system}: use sudo")
     assert system.exists()
     assert "use sudo" not in connection._without_socket(own)
+
+
+def test_a_key_of_another_certificate_is_named(
+    authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANKSCOPE_TOKEN", raising=False)
+    one, other = authority.issue("one", "one"), authority.issue("other", "other")
+    words = ["--connect", "h:1", "--client-certificate", str(one.certificate), "--client-key"]
+    assert run(captures, "ls", *words, str(other.key)) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert f"--client-key {other.key} is not the key of --client-certificate {one.certificate}; next step: " in said
+
+    locked = tmp_path / "locked.key"
+    key = serialization.load_pem_private_key(one.key.read_bytes(), None)
+    form = serialization.BestAvailableEncryption(b"secret")
+    locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, form))
+    assert run(captures, "ls", *words, str(locked)) == Exit.USAGE
+    assert "keys must have no password" in capsys.readouterr().err

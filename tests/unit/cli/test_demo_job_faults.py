@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope.cli.demo_job.faults import DEFAULT_DELAY_MS, KINDS, Fault, FaultError, parse_fault
+from rankscope.cli.main import main
 
 
 def test_reads_rank_and_delay() -> None:
@@ -51,8 +52,8 @@ def test_says_what_is_wrong_with_a_spec(spec: str, words: str) -> None:
     ("spec", "ranks", "words"),
     [
         ("hang:rank=4", 4, "the job has ranks 0 to 3"),
-        ("none", 1, "1 ranks: the demo runs 2 to 16"),
-        ("none", 17, "17 ranks: the demo runs 2 to 16"),
+        ("none", 1, "--world-size 1: the demo runs 2 to 16"),
+        ("none", 17, "--world-size 17: the demo runs 2 to 16"),
         ("stage-imbalance", 2, "take an even number from 4"),
         ("stage-imbalance", 5, "take an even number from 4"),
     ],
@@ -62,3 +63,12 @@ def test_says_when_a_fault_does_not_fit_the_job(spec: str, ranks: int, words: st
         parse_fault(spec).for_ranks(ranks)
 
     assert words in str(caught.value)
+
+
+def test_without_torch_the_demo_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: rankscope demo needs the demo extra: pip install 'rankscope[demo]' (there is no torch)\n"

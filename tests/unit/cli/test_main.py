@@ -13,6 +13,7 @@ import pytest
 from rankscope.cli import main as command_line
 from rankscope.cli.messages import Exit
 from rankscope.daemon.config import SETTINGS
+from tests.support.commands import Command
 
 
 def run(
@@ -48,7 +49,33 @@ def test_a_missing_extra_is_named_with_its_install_command(
 def test_an_unknown_command_is_a_usage_error() -> None:
     status, _, error = run("frobnicate")
     assert status == 2
-    assert "usage: rankscope" in error and "choose from 'demo', 'run', 'up'" in error
+    assert (
+        "usage: rankscope" in error and "error: COMMAND: there is no 'frobnicate'; choose from demo, run, up" in error
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("comapre a b", "COMMAND: there is no 'comapre'; did you mean compare?"),
+        ("analyze trcae x", "KIND: there is no 'trcae'; did you mean trace?"),
+        ("top --sort wiat", "--sort: there is no 'wiat'; did you mean wait?"),
+        ("top --rows x", "--rows: invalid int value: 'x'; next step: rankscope top --help"),
+        ("top --conect x", "unrecognized arguments: --conect x; did you mean --connect?"),
+        ("flame --since -5m", "--since '-5m': say a number and s, m, h or d, as in 10m"),
+        ("report fleet --since -5m", "--since '-5m': say "),
+        ("export -o x --prometheus http://127.0.0.1:1 --since -5m", "--since '-5m': say "),
+        ("top --rows -1", "--rows -1: at least one, as in --rows 8"),
+        ("up --mfu-target nan", "--mfu-target: 'nan' is not a number above 0 and up to 1, as in 0.4"),
+        ("correlator --daemon 127.0.0.1:1 --mfu-target 40", "--mfu-target: '40' is not a number above 0"),
+    ],
+)
+def test_a_wrong_argument_is_one_error_with_a_next_step(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = Command(capsys)(*words.split())
+    assert (said.status, said.out) == (2, "")
+    assert said.err.splitlines()[-1].startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("command", ["run --json", "analyze trace --ranks", "top --jsonl"])

@@ -55,7 +55,10 @@ def test_without_prometheus_the_server_reports_on_its_own_time(capsys: pytest.Ca
     with served(FleetReports(played.usage)) as address:
         assert main(["report", "fleet", "--connect", address]) == Exit.OK
         output = capsys.readouterr().out
-        assert "1 run on 0 nodes used 0 GPU-hours" in output and "rank-hours have no known GPU" in output
+        assert (
+            "no rank has exactly one known GPU: there are no GPU-hours to report on" in output
+            and "rank-hours have no known GPU" in output
+        )
         assert "note: only since 2027-01-15 01:00 UTC, when this server started" in output
         assert main(["report", "fleet", "--connect", address, "--since", "5d"]) == Exit.USAGE
     assert "24h, 7d, 30d" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Severity, Verdict
@@ -17,6 +18,8 @@ from rankscope.cli import run
 from rankscope.cli.main import main
 from rankscope.cli.output_file import keep_output
 from rankscope.cli.standalone import Standalone
+from rankscope.daemon.samples import Span
+from rankscope.daemon.windows.broadcast import Tick
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
@@ -144,3 +147,27 @@ def test_results_that_cannot_be_written_are_kept_in_a_temporary_file(
     told = capsys.readouterr().err
     kept = Path(told.rpartition(" ")[2].strip())
     assert "No space left on device" in told and kept.read_text() == "measured"
+
+
+def test_all_steps_of_the_lowest_rank_are_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: state.job == "job")
+    command = run.Command(["true"], tmp_path, probe=False)
+    command.ends.stop()
+    watch = run.CommandWatch(command, quiet=True)
+
+    def tick(job: str, **steps: list[float]) -> None:
+        ranks = {(job, int(name[1:]), 1, 1): np.array(seconds) for name, seconds in steps.items()}
+        windows = {key: RankWindow(identity=RankIdentity(job=job, rank=key[1])) for key in ranks}
+        watch.take_steps(Tick(Span(0, 1), windows, (), ranks))
+
+    def state(job: str) -> JobState:
+        return JobState(job, 2, Verdict(Kind.HEALTHY, ""), 0, 1.0, 2, 0.1, None, None, ())
+
+    watch((state("early"), state("job")))  # judged before its first step
+    tick("job", r1=[9.0])  # only rank 1 has ended a step
+    tick("job", r1=[8.0], r0=[1.0, 2.0])
+    tick("other", r0=[7.0])
+    tick("job", r0=[3.0], r1=[6.0])
+    watch((state("other"), state("job")))
+    (job,) = watch.jobs
+    assert job.step_times.seconds.tolist() == [1.0, 2.0, 3.0]

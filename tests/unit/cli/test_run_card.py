@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity, Verdict
@@ -55,7 +56,7 @@ def test_the_costliest_finding_of_the_whole_run_is_the_verdict() -> None:
     for at, verdict in enumerate((HEALTHY, slow(1, 10.0), slow(1, 90.0), slow(0, 20.0), HEALTHY), start=1):
         assert job.add(state(verdict, at))
     assert job.verdict == slow(1, 90.0)
-    assert (job.steps, len(job.step_seconds)) == (50, 5)
+    assert job.steps == 50
     text = shown(job)
     assert "from 0:02 to 0:03 of 1:00, for 1 s in all" in text
     assert "also" in text and "rank 0 is slow; at 0:04 of 1:00" in text
@@ -67,9 +68,8 @@ def test_repeated_evaluations_count_once_and_stepless_windows_add_no_step() -> N
     assert job.add(state(HEALTHY, 1.0))
     assert not job.add(state(HEALTHY, 1.0))
     assert job.add(state(Verdict(Kind.INSUFFICIENT_DATA, "it ends"), 2.0, step_seconds=None))
-    assert job.step_seconds == [0.1]
+    assert job.self_seconds.count == 2
     assert job.verdict == HEALTHY
-    assert to_json([job], ["train"], FINISHED)["step_seconds"] == [0.1]
 
 
 def warning(rank: int) -> Verdict:
@@ -133,6 +133,17 @@ def test_a_job_whose_ranks_all_ended_well_did_not_fail() -> None:
     ends = {pid: ProcessEnd(pid, 40.0, 0) for pid in (100, 101)}
     (written,) = to_json([job], ["train"], CommandEnd(9, 2, 0.0, 60.0, ends=ends))["jobs"]
     assert (written["verdict"], written["failure"]) == ("healthy", None)
+
+
+def test_the_summary_has_every_step_and_their_median() -> None:
+    job = JobSummary("job")
+    assert to_json([job], ["train"], FINISHED)["step_seconds"] == []
+    assert "not measured" in shown(job)
+    job.step_times.add(np.array([0.1, 0.4, 0.2, np.nan]))
+    written = to_json([job], ["train"], FINISHED)
+    assert written["step_seconds"] == [0.1, 0.4, 0.2]
+    assert written["jobs"][0]["median_step_seconds"] == 0.2
+    assert "200.0 ms (median of steps)" in shown(job)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +230,7 @@ def test_numbers_are_whole_without_a_terminal_and_on_narrow_ones(width: int | No
         window.wait_seconds.mean, window.gpu.gpus = 987654.3, 1
         window.figures.update({"input_seconds": 1000.5, "run_ahead_seconds": 2000.5, "mfu_ratio": 0.5})
     job.add(long)
+    job.step_times.add(np.array([1234567.8910]))
     console = Terminal(file=io.StringIO(), width=width)
     console.print(card([job], FINISHED, probe=True, columns=console.columns))
     assert isinstance(console.file, io.StringIO)

@@ -195,6 +195,7 @@ def test_json_agrees_with_the_console_api_on_runs_and_ranks(server: Server, addr
     summary = msgspec.to_builtins(run_summary(played.view()))
     assert run == {name: summary[name] for name in run}
     for rank, found in enumerate(told):
+        assert found.pop("stale_seconds") is None
         history = rank_history(played.view(), rank)
         assert history is not None
         latest = msgspec.to_builtins(history.latest)
@@ -216,11 +217,35 @@ def test_json_is_one_object_with_null_for_unmeasured_values(server: Server, addr
     assert (second["step_seconds"], second["wait_seconds"], second["cpu_ratio"]) == (None, 0.01, 0.95)
 
 
+def test_figures_of_a_silent_node_are_marked_as_old(server: Server, address: str, capsys: Output) -> None:
+    stale = status("llama", [window(rank, node=f"gpu-{rank // 2}", step_ms=80) for rank in range(4)])
+    fresh = drawn([stale], top.View(), 200)
+    assert "age" not in " ".join(fresh) and "nothing from" not in " ".join(fresh)
+    stale.stale_seconds.update({2: 31.6, 3: 32.2})
+    for height in (None, 24):
+        lines = [line.strip() for line in drawn([stale], top.View(), 80, height)]
+        assert "nothing from node gpu-1 for 32 s: the figures of ranks 2 and 3 are old" in lines
+        assert [line.endswith(" 32 s") for line in lines if line[:1].isdigit()] == [False, False, True, True]
+    stale.stale_seconds[0] = 40.0
+    (line,) = [line for line in drawn([stale], top.View(), 200) if "nothing from" in line]
+    assert line.strip().endswith("rank 0 are old; silent, too: 1 more node")
+    assert len(drawn([stale] * 3, top.View(), 60, 12)) <= 12
+
+    server.jobs = [stale]
+    assert main(["top", "--once", "--json", "--connect", address]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [rank["stale_seconds"] for rank in told["ranks"]] == [40.0, None, 31.6, 32.2]
+    assert main(["doctor", "--connect", address]) == 0
+    shown = capsys.readouterr().out
+    assert "run llama: nothing from node gpu-1 for 32 s" in shown and "all ranks report" not in shown
+    assert "is the daemon of that node running" in shown
+
+
 def test_without_a_terminal_every_refresh_is_printed(server: Server, address: str, capsys: Output) -> None:
     server.jobs = [status("llama", [window(0, step_ms=80)])]
     assert main(["top", "--connect", address]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("llama  1/1 ranks") == 2
+    assert shown.count("llama  1/1 rank") == 2
     assert "\x1b" not in shown
     assert main(["top", "--json", "--connect", address]) == 0
     assert [json.loads(line)["runs"][0]["run"] for line in capsys.readouterr().out.splitlines()] == ["llama"] * 2
@@ -235,8 +260,12 @@ def test_a_daemon_without_correlation_shows_its_ranks_without_a_verdict(
     (told,) = json.loads(capsys.readouterr().out)["runs"]
     assert (told["run"], told["world_size"], told["ranks_seen"], told["step_seconds"]) == ("llama", 4, 3, 0.051)
     assert told["verdict"]["kind"] == "insufficient_data"
-    assert main(["top", "--once", "--connect", address, "--run", "other"]) == 0
-    assert "no run other is seen yet" in capsys.readouterr().out
+    for words in (["--run", "other"], ["--run", "other/", "--json"]):
+        capsys.readouterr()
+        assert main(["top", "--once", "--connect", address, *words]) == 6
+        said = capsys.readouterr()
+        assert said.out == "" and f"error: no run {words[1]} is seen yet" in said.err
+    assert main(["top", "--once", "--json", "--connect", address, "--ranks", "7"]) == 0
     assert main(["doctor", "--connect", address]) == 0
     assert "a daemon without correlation" in capsys.readouterr().out
 
@@ -260,5 +289,5 @@ def test_doctor_reports_what_a_server_and_its_ranks_say(server: Server, address:
         ("captures", "ok", "you may list them"),
         ("run llama", "warning", "3 of 8 ranks report"),
         ("run llama", "warning", "ranks 0 and 1: stacks: py-spy could not read memory: EPERM"),
-        ("run bert", "ok", "all 1 ranks report"),
+        ("run bert", "ok", "all ranks report (1)"),
     ]

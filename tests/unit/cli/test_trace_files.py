@@ -5,13 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rankscope.cli.trace_report import files
 from rankscope.cli.trace_report.files import LoadedTraces, load_traces, rank_in_name
 from tests.shared_data import H200
+from tests.support.commands import Command
 
 
 def write_trace(path: Path, rank: int | None = None, events: int = 40) -> Path:
@@ -141,3 +144,25 @@ def test_progress_ends_with_everything_read(processes: int) -> None:
     assert ranks(loaded) == [0, 1]
     assert [one.path.name for one in loaded.broken] == ["nccl_world1_3steps.json.gz"], "it is of rank 0 too"
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_pipe_is_read_if_a_program_writes_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_WRITER_SECONDS", 0.2)
+    pipe = tmp_path / "rank0.json"
+    os.mkfifo(pipe)
+    reason = "cannot be read: it is a pipe into which no program has written for 0.2 s"
+    assert reasons(load_traces([pipe])) == {"rank0.json": reason}
+
+    # A writer that is there and slow.
+    content = write_trace(tmp_path / "trace.json", 0).read_bytes()
+    descriptor = os.open(pipe, os.O_RDWR)
+    write_later = threading.Timer(1.0, lambda: (os.write(descriptor, content), os.close(descriptor)))
+    write_later.start()
+    loaded = load_traces([pipe])
+    write_later.join()
+    assert ranks(loaded) == [0]
+
+
+@pytest.mark.parametrize("words", [("analyze", "trace"), ("analyze", "flight-recorder"), ("advise",)], ids=" ".join)
+def test_an_empty_name_is_not_the_current_directory(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the name of a file is empty" in Command(capsys, *words).complaint("")

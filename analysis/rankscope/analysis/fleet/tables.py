@@ -59,6 +59,8 @@ def shortened(table: ReportTable, rows: int) -> ReportTable:
 
 
 def headline(report: FleetReport) -> str:
+    if not report.used_gpu_hours and report.rank_hours_without_gpu > 0:
+        return "no rank has exactly one known GPU: there are no GPU-hours to report on"
     runs, nodes = count(report.runs, "run"), count(report.nodes, "node")
     share = f" ({_percent(report.lost_ratio)})" if report.lost_ratio is not None else ""
     used, lost = _hours(report.used_gpu_hours), _hours(report.lost_gpu_hours)
@@ -106,7 +108,8 @@ def _verdicts(report: FleetReport) -> ReportTable:
         for loss in report.verdicts
     ]
     columns = ("verdict", "lost GPU-hours", "share of losses", "runs")
-    return ReportTable("GPU-hours lost, by verdict", columns, rows, ("verdict",), empty="Nothing was lost.")
+    empty = "Nothing was lost." if report.used_gpu_hours else "No GPU-hours are known."
+    return ReportTable("GPU-hours lost, by verdict", columns, rows, ("verdict",), empty=empty)
 
 
 def _usage(title: str, name: str, usages: Sequence[Usage]) -> ReportTable:

@@ -25,6 +25,48 @@ STEPS_NEEDED = 8
 # Values outside are not step times, and their ratios could overflow.
 MIN_STEP_SECONDS, MAX_STEP_SECONDS = 1e-9, 1e9
 _MAX_LOG = 700.0
+# What a summary keeps of a run: 300 KB of JSON.
+MAX_KEPT_STEPS = 1 << 15
+
+
+class StepTimes:
+    """The step times of a run in bounded memory, oldest first.
+
+    A run longer than `max_steps` keeps one random step of every `stride` consecutive steps. The kept steps have the
+    distribution of all steps and a correlation of their own, which `compare` measures. A fixed step of each group would
+    see a checkpoint in every hundredth step always or never."""
+
+    def __init__(self, max_steps: int = MAX_KEPT_STEPS) -> None:
+        self._max_steps = max_steps
+        self.clear()
+
+    def clear(self) -> None:
+        self.stride = 1
+        self.seconds: Floats = np.zeros(0)
+        self._group: Floats = np.zeros(0)  # the newest steps, fewer than `stride`
+        self._random = np.random.default_rng(0)
+
+    def add(self, seconds: Floats) -> None:
+        """NaN: the step was not measured."""
+        steps = np.concatenate((self._group, seconds[~np.isnan(seconds)]))
+        whole = len(steps) // self.stride * self.stride
+        self._group = steps[whole:]
+        self.seconds = np.concatenate((self.seconds, self._one_of_each(steps[:whole], self.stride)))
+        while len(self.seconds) > self._max_steps:
+            self.seconds = self._one_of_each(self.seconds[: len(self.seconds) // 2 * 2], 2)
+            self.stride *= 2
+
+    def _one_of_each(self, steps: Floats, size: int) -> Floats:
+        groups = steps.reshape(-1, size)
+        return groups[np.arange(len(groups)), self._random.integers(size, size=len(groups))]
+
+    @property
+    def median_seconds(self) -> float | None:
+        return float(np.median(self.seconds)) if len(self.seconds) else None
+
+    def rounded(self) -> list[float]:
+        """To a millionth, for files."""
+        return [float(f"{seconds:.6g}") for seconds in self.seconds]
 
 
 class CompareError(ValueError):

@@ -165,7 +165,11 @@ def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> 
 
 def _starved(culprit: _Culprit) -> Cause:
     delay = np.nan_to_num(culprit.more_than_peers(culprit.columns.starved_seconds))
-    evidence = f"{milliseconds(float(delay))} a step without a CPU, of {milliseconds(culprit.excess_seconds)} in excess"
+    # A rank also lacks a CPU while it waits for others, so this can be more than its excess.
+    evidence = (
+        f"{milliseconds(float(delay))} a step more without a CPU than its peers; "
+        f"its own work takes {milliseconds(culprit.excess_seconds)} longer"
+    )
     return Cause("starved", culprit.shown(culprit.frames()), evidence, culprit.bound)
 
 

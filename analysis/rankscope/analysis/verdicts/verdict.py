@@ -211,9 +211,12 @@ def because(verdict: Verdict) -> str:
         who = _LATE[cause.phase == "input"] + ", at " if cause.bound == HOST else "of "
         return f" because {who}{place} ({cause.frames[0].function}{phase})"
     if cause.bound == HOST:
-        where = f" in its {cause.phase} phase" if cause.phase not in ("unknown", "input") else ""
-        return f" because {_LATE[cause.phase == 'input']}{where}"
-    return f" in its {cause.phase} phase" if cause.phase != "unknown" else ""
+        return f" because {_LATE[cause.phase == 'input']}{'' if cause.phase == 'input' else _in_phase(cause.phase)}"
+    return _in_phase(cause.phase)
+
+
+def _in_phase(phase: str) -> str:
+    return {"unknown": "", "other": " in other code of its loop"}.get(phase, f" in its {phase} phase")
 
 
 def _where(cause: Cause) -> str:

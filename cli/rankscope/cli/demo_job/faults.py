@@ -59,10 +59,10 @@ class Fault:
     def for_ranks(self, ranks: int) -> Fault:
         """The same fault with defaults for a job of that many ranks; raises FaultError if it does not fit."""
         if not 2 <= ranks <= 16:
-            raise FaultError(f"{ranks} ranks: the demo runs 2 to 16")
+            raise FaultError(f"--world-size {ranks}: the demo runs 2 to 16 ranks")
         if self.is_pipeline and (ranks < 4 or ranks % 2):
             raise FaultError(
-                f"{ranks} ranks: {STAGE_IMBALANCE} has two stages of equal size: take an even number from 4"
+                f"--world-size {ranks}: {STAGE_IMBALANCE} has two stages of equal size: take an even number from 4"
             )
         rank = self.rank
         if "rank" in OPTIONS[self.kind]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import gc
 import glob
+import math
 import os
 import re
 import signal
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +38,8 @@ _SUFFIXES = (".json", ".json.gz")
 # `rankscope capture --output` writes it beside the traces.
 _CAPTURE_SUMMARY = "summary.json"
 _BLOCK_BYTES = 1 << 20
+MAX_WRITER_SECONDS = 10.0
+PIPE_POLL_SECONDS = 0.05
 # Below this, starting processes costs more than they save.
 _POOL_TEXT_BYTES = 32 << 20
 _GZIP_RATIO = 12
@@ -189,6 +194,8 @@ def find_files(
     files: dict[Path, Path] = {}
     broken: list[BrokenFile] = []
     for asked in paths:
+        if not str(asked):  # to Path, this directory
+            raise CommandError("the name of a file is empty; next step: name files or directories")
         for path in _expand(asked, partial(_below, is_wanted=is_wanted, nothing=nothing, broken=broken), broken):
             files.setdefault(path.resolve(), path)
     return list(files.values()), broken
@@ -249,11 +256,32 @@ def _regular(paths: list[Path], broken: list[BrokenFile]) -> list[Path]:
     return found
 
 
+def _blocks(file: FileIO) -> Iterator[bytes]:
+    """The file must have been opened with O_NONBLOCK: opening a pipe waits for its writer otherwise."""
+    if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+        yield _first_block(file)
+    os.set_blocking(file.fileno(), True)
+    yield from iter(partial(file.read, _BLOCK_BYTES), b"")
+
+
+def _first_block(pipe: FileIO) -> bytes:
+    """A program that has opened the pipe may take its time. Raises OSError if there is none."""
+    deadline = time.monotonic() + MAX_WRITER_SECONDS
+    while time.monotonic() < deadline:
+        block = pipe.read(_BLOCK_BYTES)
+        if block:
+            return block
+        if block is None:  # it has a writer, and no data yet
+            deadline = math.inf
+        time.sleep(PIPE_POLL_SECONDS)
+    raise OSError(f"it is a pipe into which no program has written for {MAX_WRITER_SECONDS:g} s")
+
+
 def read_file(path: Path, salvage: bool) -> Trace | str:
     """A trace, or the reason why there is none."""
     try:
-        with path.open("rb", buffering=0) as file:
-            return read_trace(iter(partial(file.read, _BLOCK_BYTES), b""), salvage=salvage)
+        with FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as file:
+            return read_trace(_blocks(file), salvage=salvage)
     except TraceError as error:
         return str(error)
     except OSError as error:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rankscope.daemon.samples import RankKey, Span
+from rankscope.daemon.samples import Column, RankKey, Span
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 
@@ -24,6 +24,7 @@ class Tick:
     span: Span
     windows: Mapping[RankKey, RankWindow] = field(default_factory=dict)
     departed: tuple[RankIdentity, ...] = ()
+    step_seconds: Mapping[RankKey, Column] = field(default_factory=dict)  # every step; in this process only
 
 
 class TooManyReadersError(Exception):

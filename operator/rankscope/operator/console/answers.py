@@ -65,10 +65,14 @@ class RunAnswer(msgspec.Struct):
     verdict: VerdictAnswer
 
 
+class TopRank(RankAnswer):
+    stale_seconds: float | None  # since the latest window, where that is too long; the figures are as old
+
+
 class TopRun(RunAnswer):
     """A run of `rankscope top --json`."""
 
-    ranks: list[RankAnswer]
+    ranks: list[TopRank]
 
 
 class TopAnswer(msgspec.Struct):
@@ -218,8 +222,8 @@ def _utilization_ratio(gpu: GpuUsage) -> float | None:
     return gpu.utilization_ratio if gpu.gpus == 1 and gpu.HasField("utilization_ratio") else None
 
 
-def rank_answer(window: RankWindow) -> RankAnswer:
-    return RankAnswer(**rank_fields(window))
+def top_rank(window: RankWindow, stale_seconds: float | None) -> TopRank:
+    return TopRank(**rank_fields(window), stale_seconds=stale_seconds)
 
 
 def rank_fields(window: RankWindow) -> dict[str, Any]:

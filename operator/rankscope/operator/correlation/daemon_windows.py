@@ -16,6 +16,9 @@ from rankscope.v1.rank_service_pb2 import EncodedRanks
 from rankscope.v1.window_pb2 import NetworkWindow, NodeNetwork, RankWindow
 
 AXES = ("pipeline", "data", "tensor")  # of `RankSeen.coordinates`
+# A rank is stale without a window for this long, and for three windows: a daemon sends one every few seconds.
+MIN_STALE_SECONDS = 10.0
+MIN_STALE_WINDOWS = 3.0
 UNREADABLE = "the daemon's message could not be read"
 
 
@@ -145,6 +148,12 @@ class HeldWindows(Sequence[RankWindow]):
 
     def with_compared(self, compared: Mapping[int, tuple[float, float]]) -> HeldWindows:
         return HeldWindows(self._windows, compared)
+
+    def stale_seconds(self, now: float) -> dict[int, float]:
+        """The age of windows of ranks that have been silent for too long, by rank; `now` is our monotonic clock."""
+        ages = {rank: now - window.heard_monotonic for rank, window in self._windows.items()}
+        limits = {rank: MIN_STALE_WINDOWS * window.window_seconds for rank, window in self._windows.items()}
+        return {rank: age for rank, age in ages.items() if age > max(limits[rank], MIN_STALE_SECONDS)}
 
     @property
     def in_order(self) -> Sequence[HeldWindow]:

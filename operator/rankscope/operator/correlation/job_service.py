@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,16 +14,19 @@ import msgspec
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.operator.correlation.daemon_windows import HeldWindows
 from rankscope.operator.correlation.fleet_reports import NO_PERIOD, PERIODS, FleetReports
 from rankscope.operator.correlation.hang_store import HangStore
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1 import job_service_pb2_grpc
 from rankscope.v1.window_pb2 import FrameShare
 
+REFRESH_SECONDS = 5.0  # at most between two messages of a watch
 NO_REPORT = "there is no such report of a hang; `rankscope hangs` lists them"
 
 
-def job_status(state: JobState) -> pb.JobStatus:
+def job_status(state: JobState, now: float | None = None) -> pb.JobStatus:
+    """`now`: on the monotonic clock; None reads it."""
     status = pb.JobStatus(
         job=state.job,
         world_size=state.world_size,
@@ -30,6 +34,8 @@ def job_status(state: JobState) -> pb.JobStatus:
         verdict=verdict_message(state.verdict, state.since_unix_seconds),
         ranks=state.windows,
     )
+    if isinstance(state.windows, HeldWindows):
+        status.stale_seconds.update(state.windows.stale_seconds(time.monotonic() if now is None else now))
     for name in ("step_seconds", "mfu_ratio", "exposed_communication_ratio"):
         value = getattr(state, name)
         if value is not None:
@@ -157,6 +163,9 @@ class JobServicer(job_service_pb2_grpc.JobServiceServicer):
             states: tuple[JobState, ...] | None = self._correlator.states
             while states is not None and context.is_active():
                 yield pb.WatchJobsResponse(jobs=_statuses(states, request.run))
-                states = newest.get()
+                try:
+                    states = newest.get(timeout=REFRESH_SECONDS)
+                except queue.Empty:  # if all daemons are gone, the ages of their windows grow
+                    states = self._correlator.states
         finally:
             stop()

@@ -6,6 +6,7 @@ import pytest
 from rankscope.analysis.stats.robust import Floats
 from rankscope.analysis.stats.step_time_comparison import (
     CompareError,
+    StepTimes,
     compare,
     correlation_steps,
     quantile,
@@ -98,6 +99,52 @@ def test_a_coarse_clock_proves_no_difference_below_its_resolution() -> None:
     a, b = (np.round(time + 0.1 * random.standard_normal(200)) for time in (12.45, 12.55))
     assert abs(np.median(b) / np.median(a) - 1) > 0.05
     assert not compare([a], [b]).significant
+
+
+def test_step_times_of_a_run_are_kept_as_they_are() -> None:
+    run = noisy(np.random.default_rng(1), 500, 0.5)
+    times = StepTimes()
+    assert times.median_seconds is None
+    for window in np.split(run, 10):
+        times.add(np.append(window, np.nan))
+    assert (times.seconds == run).all()
+    assert times.median_seconds == np.median(run)
+    assert times.rounded() == pytest.approx(run.tolist(), rel=1e-5)
+
+
+def test_step_times_of_a_long_run_are_a_fair_sample() -> None:
+    random = np.random.default_rng(2)
+    run = noisy(random, 100_000, 0.9)
+    run[::64] = 100.0  # a checkpoint, in step with powers of two
+    samples = []
+    for size in (37, 5_000):  # windows of any size
+        times = StepTimes(max_steps=4_000)
+        for begin in range(0, len(run), size):
+            times.add(run[begin : begin + size])
+        assert times.stride == 32 and 3_000 < len(times.seconds) <= 4_000
+        assert 0.5 / 64 < (times.seconds == 100.0).mean() < 2 / 64
+        for share in (0.1, 0.5, 0.9):
+            assert np.quantile(times.seconds, share) == pytest.approx(np.quantile(run, share), rel=0.01)
+        # In order: what was slow for a while is slow for a while in the sample.
+        ramp = StepTimes(max_steps=100)
+        ramp.add(np.arange(1.0, 1001.0))
+        assert (np.diff(ramp.seconds) > 0).all() and ramp.seconds[-1] > 900
+        samples.append(times.seconds)
+    assert not compare([samples[0]], [samples[1]]).significant
+
+
+def test_samples_of_equal_long_runs_are_seldom_called_different() -> None:
+    """Half of the noise changes every 500 steps only, of which the sample keeps 15."""
+    random = np.random.default_rng(4)
+    alarms = 0
+    for _ in range(100):
+        sides = []
+        for _ in range(2):
+            times = StepTimes(max_steps=1_000)
+            times.add(np.repeat(noisy(random, 40, 0.5), 500) * np.exp(0.05 * random.standard_normal(20_000)))
+            sides.append(times.seconds)
+        alarms += compare(sides[:1], sides[1:]).significant
+    assert alarms <= 7
 
 
 def test_few_steps_are_said_to_be_too_few() -> None:

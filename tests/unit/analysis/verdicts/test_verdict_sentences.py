@@ -47,6 +47,8 @@ THROTTLED = "GPU at 900 of 1,980 MHz; peers at 1,755 MHz"
         (Cause("forward", (LINE,)), "because of model.py:88 (normalize, forward)"),
         (Cause("unknown", (LINE,)), "because of model.py:88 (normalize)"),
         (Cause("input", ()), "in its input phase"),
+        (Cause("other", ()), "in other code of its loop"),
+        (Cause("other", (), "", HOST), "because its host is late in other code of its loop"),
     ],
 )
 def test_a_slow_rank_and_why(cause: Cause, sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import PurePath
 
@@ -191,6 +192,13 @@ def test_run_queue_time_names_a_rank_only_when_dominant() -> None:
     assert not any(v.is_alarm for v in watch((HEALTHY, 5), (queued(1.3), 8)))
     verdict = watch((HEALTHY, 5), (queued(3.0), 5))[-1]
     assert (verdict.kind, verdict.culprits, verdict.cause.phase) == (Kind.SLOW_RANK, (1,), "starved")
+    # A rank that lacks a CPU while it waits, too, lacks it for longer than its own work takes longer.
+    job = HEALTHY.but(slow_ranks={1: 2.0}, extra={1: {"starved_seconds": 0.4}})
+    starved = watch((HEALTHY, 5), (job, 5))[-1].cause
+    assert starved.phase == "starved"
+    assert re.fullmatch(
+        r"400\.0 ms a step more without a CPU than its peers; its own work takes \d\d\.\d ms longer", starved.evidence
+    ), starved.evidence
 
 
 def test_a_checkpoint_is_not_a_straggler() -> None:

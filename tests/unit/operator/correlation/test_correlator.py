@@ -108,6 +108,27 @@ def test_nothing_is_kept_of_jobs_that_came_and_went() -> None:
     assert [len(table) for table in kept] == [0, 0, 0, 0]
 
 
+def test_ranks_of_a_silent_node_become_stale_and_come_back() -> None:
+    fleet = Fleet()
+
+    def stale() -> set[int]:
+        (state,) = fleet.correlator.states
+        return set(job_status(state, fleet.now).stale_seconds)
+
+    for number in range(12):
+        message = tick(number)
+        if number >= 3:
+            del message.windows[2:]
+        fleet.play(message)
+        if number == 3:
+            assert stale() == set(), "one window may be late"
+    assert stale() == {2, 3}
+    fleet.play(tick(12))
+    assert stale() == set()
+    fleet.now += 30.0  # nothing arrives any more, and nothing is judged
+    assert stale() == {0, 1, 2, 3}
+
+
 def test_a_verdict_survives_the_wire() -> None:
     fleet = Fleet()
     state = fleet.play(*(tick(n, slow_rank=3) for n in range(5)))

@@ -8,6 +8,7 @@ import pytest
 
 from rankscope.analysis.fleet.facts import FleetFacts
 from rankscope.analysis.fleet.report import make_report
+from rankscope.analysis.fleet.tables import headline, notes, tables
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity, Verdict
 from rankscope.operator.correlation import fleet_usage
 from rankscope.operator.correlation.fleet_usage import EARLIER, OTHER_NODES, FleetUsage
@@ -121,6 +122,10 @@ def test_ranks_without_a_known_gpu_are_counted_apart() -> None:
     play(played, 1.0)
     facts = played.usage.facts()
     assert facts.used.total == 0 and facts.rank_hours_without_gpu == pytest.approx(4.0, rel=0.01)
+    report = make_report(facts)
+    assert headline(report) == "no rank has exactly one known GPU: there are no GPU-hours to report on"
+    assert "4.0 rank-hours have no known GPU" in notes(report)[-1]
+    assert next(iter(tables(report))).empty == "No GPU-hours are known."
 
 
 def test_repetitive_runs_on_one_gpu_can_be_packed() -> None:
