@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery.process_table import LOOKS_AGAIN_PER_SCAN
+from rankscope.daemon.discovery.process_table import LOOKS_AGAIN_PER_SCAN, RING_LOOKS_PER_SCAN
 from rankscope.daemon.discovery.ranks import RankDiscovery
+from rankscope.probe import ring_layout
 from tests.unit.daemon.fake_proc import FakeProc, torchrun
 
 
@@ -40,6 +41,23 @@ def test_a_non_python_process_is_read_rarely_from_the_start(proc: FakeProc, read
         now[0] += 1.0
     assert reads[50] <= 8
     assert reads[60] > 8, "a Python process may make a ring at any time"
+
+
+def test_a_ring_of_an_old_process_is_seen_in_the_next_scan(proc: FakeProc, reads: Counter[int]) -> None:
+    """However long it started, and whatever it was before: a shell that execs, a program with Python inside."""
+    crowd = range(1000, 1000 + 2 * RING_LOOKS_PER_SCAN)
+    for pid in (50, *crowd):
+        proc.add(pid, {}, command="sleep", has_torch=False)
+    now = [0.0]
+    discovery = RankDiscovery(proc.root, monotonic=lambda: now[0])
+    for _ in range(3):
+        now[0] += 1000.0
+        discovery.scan()
+    (proc.root / "50" / "fd" / str(ring_layout.DESCRIPTORS[0])).symlink_to(procfs.RING_LINKS[0])
+    reads.clear()
+    for _ in range(3):  # each has its turn
+        discovery.scan()
+    assert reads[50] > 0
 
 
 def test_a_scan_rereads_a_bounded_number_of_other_processes(proc: FakeProc, reads: Counter[int]) -> None:

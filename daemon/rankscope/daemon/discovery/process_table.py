@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, read_claim
+from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, group_claim, read_claim
+from rankscope.daemon.steps import ring_reader
 
-# A process that is no candidate may still become one (exec, a ring), the less likely the older it is: it is looked at
-# again after a quarter of its age, or after its whole age if it is not Python, and after this long at the latest.
+# A process that is no candidate may still become one (exec, torch, a ring at a number that the probe does not prefer),
+# the less likely the older it is: it is looked at again after a quarter of its age, or after its whole age if it is not
+# Python, and after this long at the latest.
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
@@ -23,9 +25,14 @@ IMPORT_PATIENCE_SECONDS: Final = 120.0
 # than is usual take turns.
 LOOKS_PER_SCAN: Final = 32
 LOOKS_AGAIN_PER_SCAN: Final = 16
+# In every scan, so many processes without rank variables are asked for a ring at the numbers that the probe prefers: 10
+# microseconds each.
+RING_LOOKS_PER_SCAN: Final = 256
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
+# A process with many descriptors and no ring is searched less and less often.
+MAX_LOOKS_LEFT_OUT: Final = 8
 
 
 @dataclass(slots=True)
@@ -36,7 +43,7 @@ class KnownProcess:
     pid: int
     inode: int  # of /proc/<pid>: a new one means that the pid was reused, and costs no read to see
     start_ticks: int
-    exec_mark: tuple[int, int]
+    exec_mark: tuple[int, int] | str
     parent_pid: int
     first_seen_seconds: float
     look_again_seconds: float = 0.0
@@ -47,8 +54,8 @@ class KnownProcess:
     maps_bytes: int = 0  # that were read in vain to find torch
     is_python: bool | None = None  # not looked at yet
     ring_inode: int | None = None
-    ring_look_seconds: float = 0.0
     ring_search: procfs.RingSearch | None = None
+    has_group: bool = False  # the probe has told of its default process group, and `claim` agrees with that
     # Stays once seen: a data-loader worker that outlives its rank does not take its place.
     is_helper: bool = False
 
@@ -74,6 +81,7 @@ class ProcessTable:
         self._known: dict[int, KnownProcess] = {}
         self._large_bytes_left = 0
         self._next_new_pid = 0  # of the first new process that had to wait for the next scan
+        self._next_ring_pid = 0  # of the first process whose ring had to wait
 
     def folder(self, pid: int) -> str:
         return f"{self._root}/{pid}"
@@ -96,19 +104,21 @@ class ProcessTable:
         known = self._known.get(pid)
         return None if known is None else known.parent_pid
 
-    def trains(self, known: KnownProcess) -> bool:
-        """Whether a process that looks like a launcher has made a ring, as only a process that trains does."""
-        now = self._monotonic()
-        if known.ring_inode is None and now >= known.ring_look_seconds:
-            known.ring_look_seconds = now + min((now - known.first_seen_seconds) / 4, LOOK_AGAIN_SECONDS)
-            with suppress(OSError):
-                folder = self.folder(known.pid)
-                known.ring_inode = procfs.BLOCKING.call(folder, lambda: self._ring_inode(known))
-        return known.ring_inode is not None
-
-    def _ring_inode(self, known: KnownProcess) -> int | None:
-        known.ring_search = known.ring_search or procfs.RingSearch(self.folder(known.pid))
-        return procfs.ring_inode(known.ring_search)
+    def _find_ring(self, known: KnownProcess) -> None:
+        """Only a process that trains has one. What its probe says of its default process group replaces what its
+        environment claims: a script may set its rank itself (mp.spawn)."""
+        folder = self.folder(known.pid)
+        known.ring_search = known.ring_search or procfs.RingSearch(folder, MAX_LOOKS_LEFT_OUT)
+        # A rank by its environment needs no ring to be one, and the steps collector searches for it.
+        ring = ring_reader.find_ring(known.ring_search, procfs.DESCRIPTORS_PER_LOOK if known.claim is None else 0)
+        if ring is None:
+            return
+        known.ring_inode = ring.inode
+        facts, claim = ring.facts, known.claim
+        is_claimed = isinstance(claim, Claim) and (claim.rank, claim.world_size) == (facts.rank, facts.world_size)
+        known.has_group = facts.store is not None
+        if known.has_group and not is_claimed:
+            known.claim, known.is_helper = group_claim(facts, procfs.Environment(folder)), False
 
     def refresh(self) -> None:
         now = self._monotonic()
@@ -138,6 +148,28 @@ class ProcessTable:
         self._next_new_pid = new[looks] if len(new) > looks else 0
         due += new[:looks]
         procfs.BLOCKING.each(due, self.folder, lambda pid: self._look(pid, alive[pid], now))
+        with_ring = self._look_for_rings()
+        procfs.BLOCKING.each(with_ring, self.folder, lambda pid: self._look(pid, alive[pid], now))
+
+    def _look_for_rings(self) -> list[int]:
+        """The processes without rank variables that have a ring by now."""
+        pids = [
+            known.pid
+            for known in self._known.values()
+            if known.claim is None and known.ring_inode is None and not known.is_dead and not known.is_denied
+        ]
+        pids.sort(key=lambda pid: (pid < self._next_ring_pid, pid))
+        self._next_ring_pid = pids[RING_LOOKS_PER_SCAN] if len(pids) > RING_LOOKS_PER_SCAN else 0
+        found: list[int] = []
+
+        def look(pid: int) -> None:
+            with suppress(OSError):
+                if procfs.RingSearch(self.folder(pid)).look_at_preferred() is not None:
+                    self._known[pid].is_python = True
+                    found.append(pid)
+
+        procfs.BLOCKING.each(pids[:RING_LOOKS_PER_SCAN], self.folder, look)
+        return found
 
     def _may_read(self, large_bytes: int) -> bool:
         if self._large_bytes_left <= 0:
@@ -174,16 +206,15 @@ class ProcessTable:
     def _look_closer(self, known: KnownProcess, command: str) -> None:
         folder = self.folder(known.pid)
         try:
-            if known.claim is not None:
+            if known.claim is None and known.is_python is None:
+                known.is_python = procfs.is_python(folder, command)
+            if known.claim is not None and not known.has_torch:
                 is_large = known.maps_bytes >= LARGE_MAPS_BYTES
-                if not known.has_torch and (not is_large or self._may_read(known.maps_bytes)):
+                if not is_large or self._may_read(known.maps_bytes):
                     limit_bytes = procfs.MAX_MAPS_BYTES if is_large else LARGE_MAPS_BYTES
                     known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit_bytes)
-                return
-            if known.is_python is None:
-                known.is_python = procfs.is_python(folder, command)
-            if known.is_python and known.ring_inode is None:
-                known.ring_inode = self._ring_inode(known)
+            if not known.has_group and (known.has_torch or known.is_python):
+                self._find_ring(known)
         except PermissionError:
             # The environment was readable and this is not: a process that made itself undumpable in between.
             known.is_denied = True

@@ -126,7 +126,7 @@ class RankDiscovery:
         watched = []
         for known in bearers:
             known.is_helper = known.is_helper or known.pid in helpers
-            is_launcher = known.pid in launchers and not self._table.trains(known)
+            is_launcher = known.pid in launchers and known.ring_inode is None
             if known.is_candidate and not known.is_helper and not is_launcher:
                 watched.append(known)
         return watched
@@ -138,7 +138,7 @@ class RankDiscovery:
                 continue
             claimant = self._claimants.get(known.pid)
             try:
-                if claimant is None or claimant.process is not known:
+                if claimant is None or claimant.process is not known or known.claim not in (None, claimant.claim):
                     # A ring without rank variables: a program that trains alone.
                     claim = known.claim or self._read(known, partial(self._lone_claim, known.pid))
                     claimant = Claimant(known, claim, self._read(known, partial(self._place_of, known)))
