@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, group_claim, read_claim
+from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, expects_probe, group_claim, read_claim
 from rankscope.daemon.steps import ring_reader
 
 # A process that is no candidate may still become one (exec, torch, a ring at a number that the probe does not prefer),
@@ -33,6 +33,14 @@ LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
 # A process with many descriptors and no ring is searched less and less often.
 MAX_LOOKS_LEFT_OUT: Final = 8
+# A process without rank variables and probe trains alone if it has torch and has used so much CPU time without a pause.
+# Importing torch takes a third of that. A loop on a GPU launches kernels or waits actively.
+MIN_BUSY_CPU_SECONDS: Final = 10.0
+MIN_BUSY_RATIO: Final = 0.3
+MAX_COMMAND_LINE_BYTES: Final = 4096
+# In the command lines of processes that multiprocessing starts (workers, and ranks that only a probe knows), and of
+# workers that compile for torch.
+_HELPER_MARKS: Final = (b"--multiprocessing-fork", b"from multiprocessing.", b"/torch/_inductor/")
 
 
 @dataclass(slots=True)
@@ -51,6 +59,11 @@ class KnownProcess:
     is_denied: bool = False
     claim: Claim | InvalidClaim | None = None
     has_torch: bool = False
+    looked_seconds: float = 0.0
+    cpu_ticks: int = 0
+    busy_cpu_seconds: float = 0.0
+    is_fork: bool = False  # of a process that is known, without an exec
+    may_train: bool | None = None  # by its command line and environment; None if not read yet
     maps_bytes: int = 0  # that were read in vain to find torch
     is_python: bool | None = None  # not looked at yet
     ring_inode: int | None = None
@@ -62,7 +75,12 @@ class KnownProcess:
     @property
     def identity(self) -> Hashable | None:
         """Equal for a rank and its helpers; None for a process that has nothing to do with training."""
-        return self.claim or self.ring_inode
+        return self.claim or self.ring_inode or (self.pid if self.is_computing else None)
+
+    @property
+    def is_computing(self) -> bool:
+        """Trains, by its CPU time alone."""
+        return self.claim is None and self.ring_inode is None and self.may_train is True
 
     @property
     def is_candidate(self) -> bool:
@@ -70,7 +88,9 @@ class KnownProcess:
 
     @property
     def launch_depth(self) -> int:
-        return self.claim.launch_depth if isinstance(self.claim, Claim) else -1
+        if isinstance(self.claim, Claim):
+            return self.claim.launch_depth
+        return -1 if self.ring_inode is None else 0
 
 
 class ProcessTable:
@@ -91,11 +111,7 @@ class ProcessTable:
 
     def bearers(self) -> list[KnownProcess]:
         """The living processes that carry an identity: ranks, their launchers and their helpers."""
-        return [
-            known
-            for known in self._known.values()
-            if (known.claim is not None or known.ring_inode is not None) and not known.is_dead
-        ]
+        return [known for known in self._known.values() if known.identity is not None and not known.is_dead]
 
     def forget(self, pid: int) -> None:
         self._known.pop(pid, None)
@@ -199,25 +215,43 @@ class ProcessTable:
         elif known.is_denied:
             _read_claim(known, folder)
         known.inode, known.parent_pid, known.is_dead = inode, stat.parent_pid, stat.is_dead
+        self._account(known, stat, now)
         if not known.is_dead and not known.is_denied and pid != self._own_pid:
             self._look_closer(known, stat.command)
         known.look_again_seconds = _look_again_seconds(known, now)
+
+    def _account(self, known: KnownProcess, stat: procfs.ProcessStat, now: float) -> None:
+        parent, ticks = self._known.get(stat.parent_pid), stat.user_ticks + stat.system_ticks
+        known.is_fork = known.is_fork or (parent is not None and parent.exec_mark == known.exec_mark)
+        if known.looked_seconds and known.has_torch and not known.is_fork:
+            used_seconds = (ticks - known.cpu_ticks) / procfs.CLOCK_TICKS_PER_SECOND
+            is_busy = used_seconds >= MIN_BUSY_RATIO * (now - known.looked_seconds)
+            known.busy_cpu_seconds = known.busy_cpu_seconds + used_seconds if is_busy else 0.0
+        known.looked_seconds, known.cpu_ticks = now, ticks
 
     def _look_closer(self, known: KnownProcess, command: str) -> None:
         folder = self.folder(known.pid)
         try:
             if known.claim is None and known.is_python is None:
                 known.is_python = procfs.is_python(folder, command)
-            if known.claim is not None and not known.has_torch:
+            if not known.has_torch and (known.claim is not None or known.is_python):
                 is_large = known.maps_bytes >= LARGE_MAPS_BYTES
                 if not is_large or self._may_read(known.maps_bytes):
                     limit_bytes = procfs.MAX_MAPS_BYTES if is_large else LARGE_MAPS_BYTES
                     known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit_bytes)
             if not known.has_group and (known.has_torch or known.is_python):
                 self._find_ring(known)
+            if known.may_train is None and known.busy_cpu_seconds >= MIN_BUSY_CPU_SECONDS:
+                known.may_train = may_train(folder)
         except PermissionError:
             # The environment was readable and this is not: a process that made itself undumpable in between.
             known.is_denied = True
+
+
+def may_train(folder: str) -> bool:
+    """False for a helper of torch or of Python, or where the probe decides."""
+    line = procfs.read_bounded(f"{folder}/cmdline", MAX_COMMAND_LINE_BYTES)
+    return not any(mark in line for mark in _HELPER_MARKS) and not expects_probe(procfs.Environment(folder))
 
 
 def _read_claim(known: KnownProcess, folder: str) -> None:
@@ -232,6 +266,8 @@ def _look_again_seconds(known: KnownProcess, now: float) -> float:
     age_seconds = now - known.first_seen_seconds
     if known.is_candidate or (known.claim is not None and age_seconds < IMPORT_PATIENCE_SECONDS):
         return now
+    if known.has_torch and known.claim is None and known.may_train is None and not known.is_fork:
+        return now  # it may be training
     # Spread by pid, so that what was first seen in one scan is not all looked at again in one scan.
     pause_seconds = age_seconds / 4 if known.is_python else max(1.0, age_seconds)
     return now + min(pause_seconds, LOOK_AGAIN_SECONDS) * (0.75 + known.pid % 16 / 32)

@@ -176,6 +176,11 @@ def group_claim(facts: ProbeFacts, environment: Variables) -> Claim | InvalidCla
     return replace(claim, launch_depth=GROUP_DEPTH) if isinstance(claim, Claim) else claim
 
 
+def expects_probe(environment: Variables) -> bool:
+    """Whether the process was started with the probe, which says when it trains."""
+    return _text(environment, "RANKSCOPE_PROBE") == "1" or "rankscope" in _text(environment, "PYTHONPATH")
+
+
 def _number(text: str) -> int | None:
     text = text.strip()
     # str.isdigit alone takes superscripts, int() takes underscores and signs.

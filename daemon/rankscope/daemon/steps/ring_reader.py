@@ -90,10 +90,13 @@ def find_ring(search: RingSearch, descriptors: int = procfs.DESCRIPTORS_PER_LOOK
     read."""
     try:
         link = search.look(descriptors)
-        if link is None:
-            return None
+    except procfs.GONE:
+        return None
+    if link is None:
+        return None
+    try:
         fd = open_memfd(link)
-    except (*procfs.GONE, RingError):
+    except (OSError, RingError):
         return None
     try:
         if os.pread(fd, len(ring_layout.MAGIC), 0) != ring_layout.MAGIC:
