@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,17 +24,18 @@ IMPORT_PATIENCE_SECONDS: Final = 120.0
 # than is usual take turns.
 LOOKS_PER_SCAN: Final = 32
 LOOKS_AGAIN_PER_SCAN: Final = 16
-# In every scan, so many processes without rank variables are asked for a ring at the numbers that the probe prefers: 10
-# microseconds each.
-RING_LOOKS_PER_SCAN: Final = 256
+# In every scan, so many processes without rank variables are asked for a ring at the numbers that the probe prefers. It
+# costs 5 to 10 microseconds each. Python processes come first.
+RING_LOOKS_PER_SCAN: Final = 128
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
 # A process with many descriptors and no ring is searched less and less often.
 MAX_LOOKS_LEFT_OUT: Final = 8
 # A process without rank variables and probe trains alone if it has torch and has used so much CPU time without a pause.
-# Importing torch takes a third of that. A loop on a GPU launches kernels or waits actively.
+# A loop on a GPU launches kernels or waits actively. Importing torch takes a third of that, and no less than the minimum.
 MIN_BUSY_CPU_SECONDS: Final = 10.0
+MIN_IMPORT_CPU_SECONDS: Final = 0.5
 MIN_BUSY_RATIO: Final = 0.3
 MAX_COMMAND_LINE_BYTES: Final = 4096
 # In the command lines of processes that multiprocessing starts (workers, and ranks that only a probe knows), and of
@@ -111,7 +111,11 @@ class ProcessTable:
 
     def bearers(self) -> list[KnownProcess]:
         """The living processes that carry an identity: ranks, their launchers and their helpers."""
-        return [known for known in self._known.values() if known.identity is not None and not known.is_dead]
+        return [
+            known
+            for known in self._known.values()
+            if (known.claim is not None or known.ring_inode is not None or known.may_train) and not known.is_dead
+        ]
 
     def forget(self, pid: int) -> None:
         self._known.pop(pid, None)
@@ -169,20 +173,20 @@ class ProcessTable:
 
     def _look_for_rings(self) -> list[int]:
         """The processes without rank variables that have a ring by now."""
-        pids = [
-            known.pid
+        waiting = sorted(
+            (not known.is_python, known.pid < self._next_ring_pid, known.pid)
             for known in self._known.values()
             if known.claim is None and known.ring_inode is None and not known.is_dead and not known.is_denied
-        ]
-        pids.sort(key=lambda pid: (pid < self._next_ring_pid, pid))
+        )
+        pids = [pid for _, _, pid in waiting]
         self._next_ring_pid = pids[RING_LOOKS_PER_SCAN] if len(pids) > RING_LOOKS_PER_SCAN else 0
         found: list[int] = []
 
         def look(pid: int) -> None:
-            with suppress(OSError):
-                if procfs.RingSearch(self.folder(pid)).look_at_preferred() is not None:
-                    self._known[pid].is_python = True
-                    found.append(pid)
+            known = self._known[pid]
+            if procfs.may_have_ring(self.folder(pid), known.is_python is True):
+                known.is_python = True
+                found.append(pid)
 
         procfs.BLOCKING.each(pids[:RING_LOOKS_PER_SCAN], self.folder, look)
         return found
@@ -234,7 +238,8 @@ class ProcessTable:
         try:
             if known.claim is None and known.is_python is None:
                 known.is_python = procfs.is_python(folder, command)
-            if not known.has_torch and (known.claim is not None or known.is_python):
+            has_worked = known.cpu_ticks >= MIN_IMPORT_CPU_SECONDS * procfs.CLOCK_TICKS_PER_SECOND
+            if not known.has_torch and (known.claim is not None or (known.is_python and has_worked)):
                 is_large = known.maps_bytes >= LARGE_MAPS_BYTES
                 if not is_large or self._may_read(known.maps_bytes):
                     limit_bytes = procfs.MAX_MAPS_BYTES if is_large else LARGE_MAPS_BYTES
