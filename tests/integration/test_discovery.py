@@ -10,6 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
+from rankscope.daemon import procfs
+from rankscope.daemon.discovery import process_table
 from rankscope.daemon.discovery.ranks import RankDiscovery
 from rankscope.daemon.samples import RankProcess
 from tests.free_ports import free_port
@@ -62,6 +66,8 @@ if __name__ == "__main__":
 
 SCAN_AS_NOBODY = """
 import os
+from rankscope.daemon import procfs
+from rankscope.daemon.discovery import process_table
 from rankscope.daemon.discovery.ranks import RankDiscovery
 if os.getuid() == 0:
     os.setgid(65534), os.setuid(65534)
@@ -153,6 +159,42 @@ def test_ranks_that_a_script_puts_into_its_environment_are_one_run(tmp_path: Pat
 
 def ours(session: int) -> list[RankProcess]:
     return [rank for rank in RankDiscovery().scan().ranks if os.getsid(rank.pid) == session]
+
+
+COMPUTING = """
+import os
+from tests.integration.jobs.ring_keeper import look_like_torch
+torch = look_like_torch()
+os.fork()  # a data-loader worker, as busy as its parent
+while True:
+    sum(range(10_000))
+"""
+
+
+def test_a_process_that_computes_is_a_run_without_its_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the probe. How long and how busy is up to the machine, and tested with a clock of its own."""
+    monkeypatch.setattr(process_table, "MIN_BUSY_CPU_SECONDS", 0.5)
+    monkeypatch.setattr(process_table, "MIN_BUSY_RATIO", 1e-6)
+    discovery = RankDiscovery()
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", COMPUTING],
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")},
+        start_new_session=True,
+    )
+    try:
+
+        def found() -> list[RankProcess]:
+            return [rank for rank in discovery.scan().ranks if os.getsid(rank.pid) == trainer.pid]
+
+        (rank,) = wait_until(found)
+        assert (rank.pid, rank.job, rank.world_size) == (trainer.pid, f"local-{trainer.pid}", 1)
+        (child,) = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+        used = procfs.read_stat(f"/proc/{child}").user_ticks
+        wait_until(lambda: discovery.scan() and procfs.read_stat(f"/proc/{child}").user_ticks > used + 200)
+        assert [rank.pid for rank in found()] == [trainer.pid]
+    finally:
+        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.wait()
 
 
 def test_processes_of_other_users_are_counted_in_one_problem() -> None:

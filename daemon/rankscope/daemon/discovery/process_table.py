@@ -33,7 +33,7 @@ LARGE_BYTES_PER_SCAN: Final = 8 << 20
 # A process with many descriptors and no ring is searched less and less often.
 MAX_LOOKS_LEFT_OUT: Final = 8
 # A process without rank variables and probe trains alone if it has torch and has used so much CPU time without a pause.
-# A loop on a GPU launches kernels or waits actively. Importing torch takes a third of that, and no less than the minimum.
+# A loop on a GPU launches kernels or waits actively. Importing torch takes between the two amounts of CPU time.
 MIN_BUSY_CPU_SECONDS: Final = 10.0
 MIN_IMPORT_CPU_SECONDS: Final = 0.5
 MIN_BUSY_RATIO: Final = 0.3
