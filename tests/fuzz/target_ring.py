@@ -51,6 +51,7 @@ CPU_SECONDS = 2.0
 _FACTS = (
     *(
         "rank",
+        "local_rank",
         "world_size",
         "pipeline",
         "tensor",
@@ -59,7 +60,7 @@ _FACTS = (
         "peak_flops_per_second",
         "device_name",
     ),
-    *("torch_version", "NVIDIA H200"),
+    *("torch_version", "NVIDIA H200", "store", "localhost:29500"),
 )
 _COLUMNS = ("step", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
 _FIXED, _LIVE = ring_layout.FIXED.size, ring_layout.LIVE.size

@@ -105,8 +105,10 @@ def _uses_kineto(rank: RankProcess) -> bool:
 
 def has_ring(proc_root: Path, pid: int) -> bool | None:
     """None if the process does not let us look."""
+    from rankscope.daemon.steps import ring_reader
+
     try:
-        return procfs.ring_inode(procfs.RingSearch(f"{proc_root}/{pid}"), procfs.MAX_DESCRIPTORS) is not None
+        return ring_reader.find_ring(procfs.RingSearch(f"{proc_root}/{pid}"), procfs.MAX_DESCRIPTORS) is not None
     except PermissionError:
         return None
     except OSError:
@@ -116,7 +118,6 @@ def has_ring(proc_root: Path, pid: int) -> bool | None:
 def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
     """From the process' ring; None where that cannot be read."""
     from rankscope.daemon.steps import ring_reader
-    from rankscope.daemon.steps.collector import parse_facts
     from rankscope.daemon.windows.window import INSPECTOR
 
     try:
@@ -130,7 +131,7 @@ def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
                 return WaitMeasured("no step yet")
             newest, _ = ring_reader.read_records(descriptor, header.records, header.records)
             table = ring_reader.read_groups(descriptor)
-            facts = parse_facts(ring_reader.read_facts_text(descriptor) or b"{}")
+            facts = ring_reader.parse_facts(ring_reader.read_facts_text(descriptor) or b"{}")
     except (ring_reader.RingError, OSError):
         return None
     kinds = set() if table is None else {int(row["kind"]) for row in table if row["samples"]}

@@ -46,7 +46,8 @@ _POD_UID: Final = re.compile(
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """One line of /proc/<pid>/stat. `exec_mark` changes with every exec, which pid and start time survive."""
+    """One line of /proc/<pid>/stat. `exec_mark` changes with every exec, which pid and start time survive. Where the
+    kernel hides addresses (gVisor), it is the command, which most execs change."""
 
     command: str
     state: str
@@ -57,7 +58,7 @@ class ProcessStat:
     threads: int
     start_ticks: int
     resident_pages: int
-    exec_mark: tuple[int, int]
+    exec_mark: tuple[int, int] | str
     environ_bytes: int
 
     @property
@@ -96,8 +97,10 @@ def parse_stat(line: bytes) -> ProcessStat:
     fields = line[closing + 1 :].split()
     if opening < 0 or closing < opening or len(fields) < 26:
         raise ValueError(f"not a line of /proc/<pid>/stat: {line[:80]!r}")
+    command = line[opening + 1 : closing].decode("utf-8", "replace")
+    start_code, start_stack = _count(fields[23]), _count(fields[25])
     return ProcessStat(
-        command=line[opening + 1 : closing].decode("utf-8", "replace"),
+        command=command,
         state=fields[0].decode("ascii", "replace"),
         is_kernel_thread=bool(_count(fields[6]) & _PF_KTHREAD),
         parent_pid=_count(fields[1]),
@@ -106,7 +109,7 @@ def parse_stat(line: bytes) -> ProcessStat:
         threads=_count(fields[17]),
         start_ticks=_count(fields[19]),
         resident_pages=_count(fields[21]),
-        exec_mark=(_count(fields[23]), _count(fields[25])),
+        exec_mark=(start_code, start_stack) if start_stack else command,
         environ_bytes=int(fields[48]) - int(fields[47]) if len(fields) > 48 else 0,
     )
 
@@ -328,11 +331,32 @@ class DescriptorSearch:
 
 
 class RingSearch(DescriptorSearch):
-    """Finds the descriptor of a process' ring. Another daemon has a ring open for an instant as well, but to read only
-    or to write only."""
+    """Finds the descriptor of a process' ring, first at the numbers that the probe prefers. Another daemon has a ring
+    open for an instant as well, but to read only or to write only."""
 
     def __init__(self, process: str, longest_pause: int = 0) -> None:
         super().__init__(process, RING_LINKS.__contains__, READ_WRITE, longest_pause)
+
+    def look(self, descriptors: int = DESCRIPTORS_PER_LOOK) -> str | None:
+        """With no `descriptors`, only where the ring was, or should be."""
+        link = self.look_at_preferred()
+        return super().look(descriptors) if link is None and (descriptors or self._is_found) else link
+
+    def look_at_preferred(self) -> str | None:
+        """A few system calls, whatever the process has open."""
+        return next((self._link(number) for number in ring_layout.DESCRIPTORS if self._is_at(number)), None)
+
+
+def may_have_ring(process: str, is_python: bool) -> bool:
+    """By the first number that the probe prefers, for many processes: a program with Python inside has few descriptors
+    when it begins."""
+    for number in ring_layout.DESCRIPTORS if is_python else ring_layout.DESCRIPTORS[:1]:
+        try:
+            if os.readlink(f"{process}/fd/{number}") in RING_LINKS:  # noqa: PTH115 - a Path costs more than the call
+                return True
+        except OSError:  # no such descriptor, as nearly always
+            continue
+    return False
 
 
 def open_own_file(link: str, process: str) -> int | None:
@@ -383,21 +407,6 @@ def _memfd_mount_id() -> bytes | None:
         return _mount_id(own)
     finally:
         os.close(own)
-
-
-def ring_inode(search: RingSearch, descriptors: int = DESCRIPTORS_PER_LOOK) -> int | None:
-    """Which Rankscope ring the process holds. A fork shares its parent's, and so shows the same number."""
-    try:
-        link = search.look(descriptors)
-        if link is None:
-            return None
-        handle = memfd_handle(link)
-    except (*GONE, NotMemfdError):
-        return None
-    try:
-        return os.fstat(handle).st_ino
-    finally:
-        os.close(handle)
 
 
 def namespace_inode(process: str, kind: str) -> int:

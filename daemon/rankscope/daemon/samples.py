@@ -94,6 +94,8 @@ class ProbeFacts:
 
     rank: int | None = None
     world_size: int | None = None
+    local_rank: int | None = None
+    store: str | None = None  # of the default process group, equal on all its ranks; None before there is a group
     pipeline: int | None = None
     tensor: int | None = None
     data: int | None = None

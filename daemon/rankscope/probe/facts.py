@@ -45,6 +45,7 @@ class Facts:
         torch = self._torch
         rank, world_size = self._rank()
         facts: Dict[str, Any] = {"torch_version": str(torch.__version__), "rank": rank, "world_size": world_size}
+        facts["store"], facts["local_rank"] = self._store(), self._local_rank()
         facts.update(self._coordinates(rank, world_size))
         facts["model_flops_per_step"] = self._flops(world_size)
         peak = os.environ.get("RANKSCOPE_PEAK_FLOPS")
@@ -71,11 +72,37 @@ class Facts:
         return self._rate
 
     def _rank(self) -> Tuple[Optional[int], Optional[int]]:
-        distributed = self._torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
+        if self._has_group():
+            return self._torch.distributed.get_rank(), self._torch.distributed.get_world_size()
         rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-        return (int(rank), int(world_size)) if rank.isdigit() and world_size.isdigit() else (None, None)
+        return (int(rank), int(world_size)) if rank.isdecimal() and world_size.isdecimal() else (None, None)
+
+    def _store(self) -> Optional[str]:
+        """Where the ranks of the default process group have met: "localhost:29500", "file:/tmp/store". A store of
+        another kind has a name that no other process has."""
+        if not self._has_group():
+            return None
+        try:
+            store = self._torch.distributed.distributed_c10d._get_default_store()
+            while hasattr(store, "underlying_store"):
+                store = store.underlying_store
+            if hasattr(store, "path"):
+                return "file:{}".format(os.path.abspath(store.path))
+            return "{}:{}".format(store.host, store.port)
+        except (AttributeError, RuntimeError):
+            return "pid:{}".format(os.getpid())
+
+    def _local_rank(self) -> Optional[int]:
+        """Where no launcher gave one, the GPU in use."""
+        text = os.environ.get("LOCAL_RANK", "")
+        if text.isdecimal():
+            return int(text)
+        cuda = self._torch.cuda
+        return int(cuda.current_device()) if cuda.is_initialized() else None
+
+    def _has_group(self) -> bool:
+        distributed = self._torch.distributed
+        return bool(distributed.is_available() and distributed.is_initialized())
 
     def _coordinates(self, rank: Optional[int], world_size: Optional[int]) -> Dict[str, int]:
         given = os.environ.get("RANKSCOPE_PARALLELISM")

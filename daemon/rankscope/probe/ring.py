@@ -9,7 +9,7 @@ import mmap
 import os
 import time
 import zlib
-from typing import Any, Dict, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from . import ring_layout
 
@@ -23,11 +23,24 @@ def sealed_memory(name: str, size: int) -> int:
     return descriptor
 
 
+def _at_preferred_number(descriptor: int) -> int:
+    for number in ring_layout.DESCRIPTORS:
+        try:
+            copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, number)
+        except OSError:
+            return descriptor
+        if copy == number:
+            os.close(descriptor)
+            return copy
+        os.close(copy)
+    return descriptor
+
+
 class Ring:
     """Nothing is on disk, nothing is left behind: the kernel frees it with the process, and exec closes it."""
 
-    def __init__(self) -> None:
-        self._fd = sealed_memory(ring_layout.RING_NAME, ring_layout.RING_BYTES)
+    def __init__(self, facts: Optional[Dict[str, Any]] = None) -> None:
+        self._fd = _at_preferred_number(sealed_memory(ring_layout.RING_NAME, ring_layout.RING_BYTES))
         self._inode = os.fstat(self._fd).st_ino
         self._memory = mmap.mmap(self._fd, ring_layout.RING_BYTES)
         # Each is stored as one word. `pack_into` writes zeros first, which a reader would take for a ring that began
@@ -40,6 +53,9 @@ class Ring:
         self._write_state(ring_layout.STATE_RUNNING)
         self.write_abilities(ring_layout.TAKES_CAPTURES)
         self.write_live((-1, -1, -1, -1), (-1, -1))
+        if facts is not None:
+            self.write_facts(facts)
+        # Last: with it, the ring is one.
         fixed = ring_layout.fixed_part(
             ring_layout.MAGIC,
             ring_layout.VERSION,

@@ -38,6 +38,9 @@ class Layout:
 
 
 RING_NAME = "rankscope-ring"
+# The ring has the first of these numbers that is free, so that the daemon finds it without a search, whatever else the
+# process has open. Where the limit of open files is lower, it has any number.
+DESCRIPTORS = (500, 4000, 32000)
 MAGIC = b"RNKSCOPE"
 VERSION = 3
 

@@ -138,7 +138,7 @@ class Session:
         # The first step has no known beginning: it gets a length of zero.
         self._written = self.tally.ledger[:]
         self._written[STEPS] = 0
-        ring = self._ring = Ring()
+        ring = self._ring = Ring(self.facts.gather())
         os.register_at_fork(before=self._captures.before_fork, after_in_child=self._after_fork_in_child)
         switch.when_disabled.append(ring.mark_disabled)
         self._use_device(ring)

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.process_table import LARGE_BYTES_PER_SCAN, LOOK_AGAIN_SECONDS, LOOKS_PER_SCAN
 from rankscope.daemon.discovery.ranks import MAX_OWNERS, Discovered, RankDiscovery
+from rankscope.daemon.samples import ProbeFacts
+from rankscope.daemon.steps import ring_reader
+from rankscope.daemon.steps.ring_reader import FoundRing
 
 from .fake_proc import FakeProc, torchrun
 
@@ -15,6 +19,22 @@ from .fake_proc import FakeProc, torchrun
 @pytest.fixture
 def proc(tmp_path: Path) -> FakeProc:
     return FakeProc(tmp_path / "proc")
+
+
+Rings: TypeAlias = dict[int, ProbeFacts]
+
+
+@pytest.fixture
+def rings(monkeypatch: pytest.MonkeyPatch) -> Rings:
+    """What the probe of a process says. A plain folder has no link to a memfd that can be opened."""
+    facts: Rings = {}
+
+    def find_ring(search: procfs.RingSearch, descriptors: int) -> FoundRing | None:
+        pid = int(Path(search.process).name)
+        return FoundRing(pid, facts[pid]) if pid in facts else None
+
+    monkeypatch.setattr(ring_reader, "find_ring", find_ring)
+    return facts
 
 
 def scan(proc: FakeProc, node_name: str = "") -> Discovered:
@@ -95,6 +115,16 @@ def test_an_exec_changes_who_a_process_is(proc: FakeProc) -> None:
     assert [rank.rank for rank in discovery.scan().ranks] == [2]
     proc.add(50, torchrun(3), exec_mark=3)
     assert [rank.rank for rank in discovery.scan().ranks] == [3]
+
+
+def test_an_exec_is_noticed_where_the_kernel_hides_addresses(proc: FakeProc) -> None:
+    now = [0.0]
+    discovery = RankDiscovery(proc.root, monotonic=lambda: now[0])
+    proc.add(50, {}, command="bash", has_torch=False, exec_mark=0)
+    discovery.scan()
+    now[0] = 1.5 * LOOK_AGAIN_SECONDS
+    proc.add(50, torchrun(2), command="python", exec_mark=0)
+    assert [rank.rank for rank in discovery.scan().ranks] == [2]
 
 
 def test_an_old_process_without_rank_variables_is_read_rarely(proc: FakeProc) -> None:
@@ -228,14 +258,77 @@ def test_parallel_launches_in_one_slurm_job_are_separate_jobs(
     assert [(rank.job, rank.attempt) for rank in discovery.scan().ranks] == [("llama-9", 1)]
 
 
-def test_a_launchers_ring_shows_that_it_trains(proc: FakeProc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launchers_ring_shows_that_it_trains(proc: FakeProc, rings: Rings) -> None:
     slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}
-    folder = proc.add(40, slurm)
+    proc.add(40, slurm)
     proc.add(41, {**slurm, **torchrun(0, 1)}, parent=40)
     assert pids(scan(proc)) == [41]
-    # A plain folder has no link to a memfd that can be opened.
-    monkeypatch.setattr(procfs, "ring_inode", lambda search: 7 if search.process == str(folder) else None)
+    rings[40] = ProbeFacts()
     assert sorted(pids(scan(proc))) == [40, 41]
+
+
+def group(rank: int, world_size: int = 2, store: str = "localhost:29500", **more: int) -> ProbeFacts:
+    return ProbeFacts(rank=rank, world_size=world_size, store=store, **more)
+
+
+def test_ranks_set_inside_the_script_are_one_run(proc: FakeProc, rings: Rings) -> None:
+    """torch.multiprocessing.spawn: the launcher has loaded torch, and nobody has rank variables."""
+    proc.add(40)
+    discovery = RankDiscovery(proc.root, "gpu-17")
+    for rank in range(2):
+        proc.add(41 + rank, parent=40)
+        rings[41 + rank] = ProbeFacts(rank=0, world_size=1)  # steps before there is a group
+    assert {rank.job for rank in discovery.scan().ranks} == {"local-41@gpu-17", "local-42@gpu-17"}
+    for rank in range(2):
+        rings[41 + rank] = group(rank, local_rank=rank)
+    found = discovery.scan().ranks
+    assert [(rank.pid, rank.job, rank.rank, rank.local_rank, rank.world_size) for rank in found] == [
+        (41, "localhost:29500@gpu-17", 0, 0, 2),
+        (42, "localhost:29500@gpu-17", 1, 1, 2),
+    ]
+
+
+def test_a_group_replaces_the_node_rank_that_a_pod_gave(proc: FakeProc, rings: Rings) -> None:
+    pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    proc.add(40, pod)
+    for rank in range(2):
+        proc.add(41 + rank, pod, parent=40)
+    discovery = RankDiscovery(proc.root)
+    assert pids(discovery.scan()) == [40]
+    rings |= {41: group(0), 42: group(1)}
+    assert [(rank.pid, rank.rank, rank.world_size) for rank in discovery.scan().ranks] == [(41, 0, 2), (42, 1, 2)]
+
+
+def test_a_launchers_name_stays_where_the_group_agrees(proc: FakeProc, rings: Rings) -> None:
+    for rank in range(2):
+        proc.add(41 + rank, torchrun(rank, 2))
+        rings[41 + rank] = group(rank, store="10.0.0.1:41234")
+    assert {rank.job for rank in scan(proc).ranks} == {"run7"}
+
+
+def test_a_ring_cannot_take_the_rank_of_another_user(proc: FakeProc, rings: Rings) -> None:
+    for pid, uid in ((41, 1000), (42, 1000), (43, 2000)):
+        proc.add(pid, uid=uid, started=pid)
+        rings[pid] = group(pid % 2, store="10.0.0.1:29500")
+    jobs = {rank.pid: rank.job for rank in scan(proc).ranks}
+    assert jobs == {41: "10.0.0.1:29500", 42: "10.0.0.1:29500", 43: "10.0.0.1:29500@uid2000"}
+
+
+def test_ranks_of_a_store_that_has_no_name_are_not_joined(proc: FakeProc, rings: Rings) -> None:
+    for rank in range(2):
+        proc.add(41 + rank)
+        rings[41 + rank] = group(rank, store=f"pid:{41 + rank}")
+    assert len({rank.job for rank in scan(proc).ranks}) == 2
+
+
+def test_an_invalid_group_is_a_problem_of_its_process(proc: FakeProc, rings: Rings) -> None:
+    proc.add(41)
+    proc.add(42)
+    rings |= {41: group(7), 42: ProbeFacts(store="localhost:1")}
+    discovered = scan(proc)
+    assert discovered.ranks == ()
+    assert [problem.kind for problem in discovered.problems] == ["identity", "identity"]
+    assert any("RANK='7' is not a number from 0 to 1" in problem.text for problem in discovered.problems)
 
 
 def job_of(uid: int, rank: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rankscope.daemon.doctor import CHECKS, WaitMeasured, examine, has_ring, ran
 from rankscope.daemon.doctor_checks import Finding, Level
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import nccl_plugin, ring_layout
+from rankscope.probe.ring import Ring
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.inspector_writer import CHOSEN, InspectorWriter, make_process
 from tests.unit.daemon.ring_writer import Writer
@@ -126,11 +127,11 @@ def test_a_ranks_finding_names_what_is_missing() -> None:
 
 def test_a_ring_is_found_among_the_descriptors_of_a_process() -> None:
     assert has_ring(Path("/proc"), os.getpid()) is False
-    descriptor = os.memfd_create("rankscope-ring")
+    ring = Ring()
     try:
         assert has_ring(Path("/proc"), os.getpid()) is True
     finally:
-        os.close(descriptor)
+        ring.abandon()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from rankscope.daemon.discovery.rank_environment import (
     SCHEMES,
     Claim,
     InvalidClaim,
+    group_claim,
     kept,
     lone_claim,
     read_claim,
 )
+from rankscope.daemon.samples import ProbeFacts
 
 OMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
 SLURM = {
@@ -116,6 +118,29 @@ def test_a_launcher_is_less_deep_than_the_ranks_it_starts() -> None:
     assert depths == sorted(set(depths))
 
 
+@pytest.mark.parametrize("address", ["localhost", "node-3", "::1"])
+def test_a_group_has_the_name_that_variables_would_give(address: str) -> None:
+    facts = ProbeFacts(rank=1, world_size=2, local_rank=1, store=f"{address}:29500")
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": "29500"}
+    assert group_claim(facts, {"PATH": "/bin"}) == read_claim(variables)
+
+
+def test_launches_with_stores_in_different_files_differ() -> None:
+    claims = [group_claim(ProbeFacts(rank=0, world_size=2, store=f"file:/tmp/{name}/s"), {}) for name in "ab"]
+    assert all(isinstance(claim, Claim) and claim.is_local_name and "/" not in claim.job for claim in claims)
+    assert claims[0] != claims[1]
+
+
+def test_a_group_is_deeper_than_any_launcher() -> None:
+    claim = group_claim(ProbeFacts(rank=0, world_size=1, store="h:1"), {})
+    assert isinstance(claim, Claim)
+    assert claim.launch_depth > 2 * len(SCHEMES) + 1
+
+
+def test_without_a_group_there_is_no_claim() -> None:
+    assert group_claim(ProbeFacts(rank=0, world_size=1), {}) is None
+
+
 def test_only_a_few_bounded_variables_are_kept() -> None:
     long = "x" * (MAX_KEPT_LENGTH + 1)
     environment = {"HF_TOKEN": "secret", "RANKSCOPE_PROBE": "1", "KINETO_USE_DAEMON": "1", "CUDA_VISIBLE_DEVICES": long}
@@ -132,21 +157,23 @@ NAMING = (
 NAMES = sorted({name for scheme in SCHEMES for name in (scheme.rank, scheme.local_rank, scheme.world_size)})
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from([*NAMES, *NAMING]),
-        st.one_of(TEXTS, st.integers(-5, 20).map(str)),
-    )
+ENVIRONMENTS = st.dictionaries(
+    st.sampled_from([*NAMES, *NAMING]),
+    st.one_of(TEXTS, st.integers(-5, 20).map(str)),
 )
-def test_no_environment_breaks_it_or_gets_past_the_checks(environment: dict[str, str]) -> None:
-    found = read_claim(environment)
+NUMBERS = st.none() | st.integers(0, 20)
+GROUPS = st.builds(ProbeFacts, rank=NUMBERS, world_size=NUMBERS, local_rank=NUMBERS, store=st.none() | TEXTS)
+
+
+@given(ENVIRONMENTS, GROUPS | st.none())
+def test_no_environment_or_group_gets_past_the_checks(environment: dict[str, str], group: ProbeFacts | None) -> None:
+    found = read_claim(environment) if group is None else group_claim(group, environment)
     if isinstance(found, Claim):
         assert 0 <= found.rank < found.world_size
         assert 0 <= found.local_rank < found.world_size
         assert found.job.isprintable()
         assert len(found.job) <= MAX_JOB_LENGTH
         assert "/" not in found.job
-        assert found == read_claim(environment)
         assert 0 <= found.attempt < 2**31
     elif isinstance(found, InvalidClaim):
         assert found.reason.isprintable()

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankscope.daemon.procfs import RingSearch
 from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess, StepSample
-from rankscope.daemon.steps import step_columns
+from rankscope.daemon.steps import ring_reader, step_columns
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.probe import ring_layout
 from tests.unit.daemon.ring_writer import ME, MS, Writer, problem_of, sample_of, window
@@ -171,6 +172,23 @@ def test_an_unsealed_file_is_not_read(collector: StepsCollector) -> None:
 def test_a_file_of_the_wrong_size_is_refused(size: int, collector: StepsCollector) -> None:
     with memfd(size, seals=ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW):
         assert problem_of(collector).kind == "corrupt"
+
+
+@pytest.mark.parametrize("size", [0, 4, ring_layout.RING_BYTES])
+def test_a_file_without_a_header_makes_no_rank(size: int) -> None:
+    with memfd(size):
+        assert ring_reader.find_ring(RingSearch(f"/proc/{os.getpid()}")) is None
+
+
+def test_facts_that_cannot_be_read_leave_a_ring_without_a_group(writer: Writer) -> None:
+    search = RingSearch(f"/proc/{os.getpid()}")
+    writer.rewrite_facts(json.dumps({"rank": 1, "world_size": 2, "store": "\x1b[31m" + "x" * 2000}).encode())
+    ring = ring_reader.find_ring(search)
+    assert ring is not None and ring.facts.store is not None
+    assert ring.facts.store.isprintable() and len(ring.facts.store) <= 1024
+    writer.rewrite_facts(b"[" * 1000)
+    ring = ring_reader.find_ring(search)
+    assert ring is not None and ring.facts == ProbeFacts()
 
 
 def test_a_disk_file_with_the_rings_name_is_not_opened(collector: StepsCollector) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -40,3 +41,35 @@ def test_what_is_no_number_of_tokens_is_left_out(facts: Facts) -> None:
     for wrong in given:
         api.count_tokens(wrong)
     assert facts.gather(1)["tokens_per_step"] == 10.0
+
+
+def facts_of_group(store: Any) -> dict[str, Any]:
+    distributed = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_rank=lambda: 1,
+        get_world_size=lambda: 2,
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+    )
+    cuda = SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 3, get_device_name=lambda: "H200")
+    return Facts(SimpleNamespace(__version__="2.11", distributed=distributed, cuda=cuda)).gather()
+
+
+def test_a_group_is_named_after_the_store_where_its_ranks_met() -> None:
+    tcp = SimpleNamespace(host="localhost", port=29500)
+    for wrapped in (tcp, SimpleNamespace(underlying_store=SimpleNamespace(underlying_store=tcp))):
+        found = facts_of_group(wrapped)
+        assert (found["rank"], found["world_size"], found["store"]) == (1, 2, "localhost:29500")
+    assert facts_of_group(SimpleNamespace(path="/tmp/a/../store"))["store"] == "file:/tmp/store"
+    assert facts_of_group(SimpleNamespace())["store"] == f"pid:{os.getpid()}"
+
+
+def test_the_gpu_in_use_is_the_local_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert facts_of_group(SimpleNamespace())["local_rank"] == 3
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert facts_of_group(SimpleNamespace())["local_rank"] == 1
+
+
+def test_without_a_group_no_store_is_named(facts: Facts) -> None:
+    assert "store" not in facts.gather()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, read_claim
+from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, expects_probe, group_claim, read_claim
+from rankscope.daemon.steps import ring_reader
 
-# A process that is no candidate may still become one (exec, a ring), the less likely the older it is: it is looked at
-# again after a quarter of its age, or after its whole age if it is not Python, and after this long at the latest.
+# A process that is no candidate may still become one (exec, torch, a ring at a number that the probe does not prefer),
+# the less likely the older it is: it is looked at again after a quarter of its age, or after its whole age if it is not
+# Python, and after this long at the latest.
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
@@ -23,9 +24,23 @@ IMPORT_PATIENCE_SECONDS: Final = 120.0
 # than is usual take turns.
 LOOKS_PER_SCAN: Final = 32
 LOOKS_AGAIN_PER_SCAN: Final = 16
+# In every scan, so many processes without rank variables are asked for a ring at the numbers that the probe prefers. It
+# costs 5 to 10 microseconds each. Python processes come first.
+RING_LOOKS_PER_SCAN: Final = 128
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
+# A process with many descriptors and no ring is searched less and less often.
+MAX_LOOKS_LEFT_OUT: Final = 8
+# A process without rank variables and probe trains alone if it has torch and has used so much CPU time without a pause.
+# A loop on a GPU launches kernels or waits actively. Importing torch takes between the two amounts of CPU time.
+MIN_BUSY_CPU_SECONDS: Final = 10.0
+MIN_IMPORT_CPU_SECONDS: Final = 0.5
+MIN_BUSY_RATIO: Final = 0.3
+MAX_COMMAND_LINE_BYTES: Final = 4096
+# In the command lines of processes that multiprocessing starts (workers, and ranks that only a probe knows), and of
+# workers that compile for torch.
+_HELPER_MARKS: Final = (b"--multiprocessing-fork", b"from multiprocessing.", b"/torch/_inductor/")
 
 
 @dataclass(slots=True)
@@ -36,7 +51,7 @@ class KnownProcess:
     pid: int
     inode: int  # of /proc/<pid>: a new one means that the pid was reused, and costs no read to see
     start_ticks: int
-    exec_mark: tuple[int, int]
+    exec_mark: tuple[int, int] | str
     parent_pid: int
     first_seen_seconds: float
     look_again_seconds: float = 0.0
@@ -44,18 +59,28 @@ class KnownProcess:
     is_denied: bool = False
     claim: Claim | InvalidClaim | None = None
     has_torch: bool = False
+    looked_seconds: float = 0.0
+    cpu_ticks: int = 0
+    busy_cpu_seconds: float = 0.0
+    is_fork: bool = False  # of a process that is known, without an exec
+    may_train: bool | None = None  # by its command line and environment; None if not read yet
     maps_bytes: int = 0  # that were read in vain to find torch
     is_python: bool | None = None  # not looked at yet
     ring_inode: int | None = None
-    ring_look_seconds: float = 0.0
     ring_search: procfs.RingSearch | None = None
+    has_group: bool = False  # the probe has told of its default process group, and `claim` agrees with that
     # Stays once seen: a data-loader worker that outlives its rank does not take its place.
     is_helper: bool = False
 
     @property
     def identity(self) -> Hashable | None:
         """Equal for a rank and its helpers; None for a process that has nothing to do with training."""
-        return self.claim or self.ring_inode
+        return self.claim or self.ring_inode or (self.pid if self.is_computing else None)
+
+    @property
+    def is_computing(self) -> bool:
+        """Trains, by its CPU time alone."""
+        return self.claim is None and self.ring_inode is None and self.may_train is True
 
     @property
     def is_candidate(self) -> bool:
@@ -63,7 +88,9 @@ class KnownProcess:
 
     @property
     def launch_depth(self) -> int:
-        return self.claim.launch_depth if isinstance(self.claim, Claim) else -1
+        if isinstance(self.claim, Claim):
+            return self.claim.launch_depth
+        return -1 if self.ring_inode is None else 0
 
 
 class ProcessTable:
@@ -74,6 +101,7 @@ class ProcessTable:
         self._known: dict[int, KnownProcess] = {}
         self._large_bytes_left = 0
         self._next_new_pid = 0  # of the first new process that had to wait for the next scan
+        self._next_ring_pid = 0  # of the first process whose ring had to wait
 
     def folder(self, pid: int) -> str:
         return f"{self._root}/{pid}"
@@ -86,7 +114,7 @@ class ProcessTable:
         return [
             known
             for known in self._known.values()
-            if (known.claim is not None or known.ring_inode is not None) and not known.is_dead
+            if (known.claim is not None or known.ring_inode is not None or known.may_train) and not known.is_dead
         ]
 
     def forget(self, pid: int) -> None:
@@ -96,19 +124,21 @@ class ProcessTable:
         known = self._known.get(pid)
         return None if known is None else known.parent_pid
 
-    def trains(self, known: KnownProcess) -> bool:
-        """Whether a process that looks like a launcher has made a ring, as only a process that trains does."""
-        now = self._monotonic()
-        if known.ring_inode is None and now >= known.ring_look_seconds:
-            known.ring_look_seconds = now + min((now - known.first_seen_seconds) / 4, LOOK_AGAIN_SECONDS)
-            with suppress(OSError):
-                folder = self.folder(known.pid)
-                known.ring_inode = procfs.BLOCKING.call(folder, lambda: self._ring_inode(known))
-        return known.ring_inode is not None
-
-    def _ring_inode(self, known: KnownProcess) -> int | None:
-        known.ring_search = known.ring_search or procfs.RingSearch(self.folder(known.pid))
-        return procfs.ring_inode(known.ring_search)
+    def _find_ring(self, known: KnownProcess) -> None:
+        """Only a process that trains has one. What its probe says of its default process group replaces what its
+        environment claims: a script may set its rank itself (mp.spawn)."""
+        folder = self.folder(known.pid)
+        known.ring_search = known.ring_search or procfs.RingSearch(folder, MAX_LOOKS_LEFT_OUT)
+        # A rank by its environment needs no ring to be one, and the steps collector searches for it.
+        ring = ring_reader.find_ring(known.ring_search, procfs.DESCRIPTORS_PER_LOOK if known.claim is None else 0)
+        if ring is None:
+            return
+        known.ring_inode = ring.inode
+        facts, claim = ring.facts, known.claim
+        is_claimed = isinstance(claim, Claim) and (claim.rank, claim.world_size) == (facts.rank, facts.world_size)
+        known.has_group = facts.store is not None
+        if known.has_group and not is_claimed:
+            known.claim, known.is_helper = group_claim(facts, procfs.Environment(folder)), False
 
     def refresh(self) -> None:
         now = self._monotonic()
@@ -138,6 +168,28 @@ class ProcessTable:
         self._next_new_pid = new[looks] if len(new) > looks else 0
         due += new[:looks]
         procfs.BLOCKING.each(due, self.folder, lambda pid: self._look(pid, alive[pid], now))
+        with_ring = self._look_for_rings()
+        procfs.BLOCKING.each(with_ring, self.folder, lambda pid: self._look(pid, alive[pid], now))
+
+    def _look_for_rings(self) -> list[int]:
+        """The processes without rank variables that have a ring by now."""
+        waiting = sorted(
+            (not known.is_python, known.pid < self._next_ring_pid, known.pid)
+            for known in self._known.values()
+            if known.claim is None and known.ring_inode is None and not known.is_dead and not known.is_denied
+        )
+        pids = [pid for _, _, pid in waiting]
+        self._next_ring_pid = pids[RING_LOOKS_PER_SCAN] if len(pids) > RING_LOOKS_PER_SCAN else 0
+        found: list[int] = []
+
+        def look(pid: int) -> None:
+            known = self._known[pid]
+            if procfs.may_have_ring(self.folder(pid), known.is_python is True):
+                known.is_python = True
+                found.append(pid)
+
+        procfs.BLOCKING.each(pids[:RING_LOOKS_PER_SCAN], self.folder, look)
+        return found
 
     def _may_read(self, large_bytes: int) -> bool:
         if self._large_bytes_left <= 0:
@@ -167,26 +219,44 @@ class ProcessTable:
         elif known.is_denied:
             _read_claim(known, folder)
         known.inode, known.parent_pid, known.is_dead = inode, stat.parent_pid, stat.is_dead
+        self._account(known, stat, now)
         if not known.is_dead and not known.is_denied and pid != self._own_pid:
             self._look_closer(known, stat.command)
         known.look_again_seconds = _look_again_seconds(known, now)
 
+    def _account(self, known: KnownProcess, stat: procfs.ProcessStat, now: float) -> None:
+        parent, ticks = self._known.get(stat.parent_pid), stat.user_ticks + stat.system_ticks
+        known.is_fork = known.is_fork or (parent is not None and parent.exec_mark == known.exec_mark)
+        if known.looked_seconds and known.has_torch and not known.is_fork:
+            used_seconds = (ticks - known.cpu_ticks) / procfs.CLOCK_TICKS_PER_SECOND
+            is_busy = used_seconds >= MIN_BUSY_RATIO * (now - known.looked_seconds)
+            known.busy_cpu_seconds = known.busy_cpu_seconds + used_seconds if is_busy else 0.0
+        known.looked_seconds, known.cpu_ticks = now, ticks
+
     def _look_closer(self, known: KnownProcess, command: str) -> None:
         folder = self.folder(known.pid)
         try:
-            if known.claim is not None:
+            if known.claim is None and known.is_python is None:
+                known.is_python = procfs.is_python(folder, command)
+            has_worked = known.cpu_ticks >= MIN_IMPORT_CPU_SECONDS * procfs.CLOCK_TICKS_PER_SECOND
+            if not known.has_torch and (known.claim is not None or (known.is_python and has_worked)):
                 is_large = known.maps_bytes >= LARGE_MAPS_BYTES
-                if not known.has_torch and (not is_large or self._may_read(known.maps_bytes)):
+                if not is_large or self._may_read(known.maps_bytes):
                     limit_bytes = procfs.MAX_MAPS_BYTES if is_large else LARGE_MAPS_BYTES
                     known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit_bytes)
-                return
-            if known.is_python is None:
-                known.is_python = procfs.is_python(folder, command)
-            if known.is_python and known.ring_inode is None:
-                known.ring_inode = self._ring_inode(known)
+            if not known.has_group and (known.has_torch or known.is_python):
+                self._find_ring(known)
+            if known.may_train is None and known.busy_cpu_seconds >= MIN_BUSY_CPU_SECONDS:
+                known.may_train = may_train(folder)
         except PermissionError:
             # The environment was readable and this is not: a process that made itself undumpable in between.
             known.is_denied = True
+
+
+def may_train(folder: str) -> bool:
+    """False for a helper of torch or of Python, or where the probe decides."""
+    line = procfs.read_bounded(f"{folder}/cmdline", MAX_COMMAND_LINE_BYTES)
+    return not any(mark in line for mark in _HELPER_MARKS) and not expects_probe(procfs.Environment(folder))
 
 
 def _read_claim(known: KnownProcess, folder: str) -> None:
@@ -201,6 +271,8 @@ def _look_again_seconds(known: KnownProcess, now: float) -> float:
     age_seconds = now - known.first_seen_seconds
     if known.is_candidate or (known.claim is not None and age_seconds < IMPORT_PATIENCE_SECONDS):
         return now
+    if known.has_torch and known.claim is None and known.may_train is None and not known.is_fork:
+        return now  # it may be training
     # Spread by pid, so that what was first seen in one scan is not all looked at again in one scan.
     pause_seconds = age_seconds / 4 if known.is_python else max(1.0, age_seconds)
     return now + min(pause_seconds, LOOK_AGAIN_SECONDS) * (0.75 + known.pid % 16 / 32)

@@ -7,10 +7,12 @@ training process, so every value is checked before it becomes a name or a number
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol
 
 from rankscope.common.text import printable, printable_name
+from rankscope.daemon.samples import ProbeFacts
 
 MAX_JOB_LENGTH: Final = 128
 MAX_WORLD_SIZE: Final = 10_000_000
@@ -24,6 +26,7 @@ KEPT_NAMES: Final = (
     *("RANKSCOPE_FLOPS_PER_STEP", "RANKSCOPE_PEAK_FLOPS", "RANKSCOPE_MODEL"),
 )
 _NO_MASTER: Final = "unnamed"
+_LOCAL_STORES: Final = ("file", "pid")  # in place of an address: a folder may be this machine's own
 _ATTEMPTS: Final = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 # Steps of these numbers and above are Slurm's own: the batch script, an interactive shell.
 _SLURM_OWN_STEPS: Final = 0xFFFF_0000
@@ -54,6 +57,8 @@ SCHEMES: Final = (
     Scheme("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     Scheme("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 )
+# Deeper than any launcher's.
+GROUP_DEPTH: Final = 2 * len(SCHEMES) + 2
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,38 @@ def lone_claim(environment: Variables, pid: int) -> Claim:
     )
 
 
+class _Replaced(NamedTuple):
+    """An environment in which some variables have other values."""
+
+    environment: Variables
+    values: Mapping[str, str | None]
+
+    def get(self, name: str) -> str | None:
+        return self.values[name] if name in self.values else self.environment.get(name)
+
+
+def group_claim(facts: ProbeFacts, environment: Variables) -> Claim | InvalidClaim | None:
+    """The identity that the script gave its default process group. None before there is a group."""
+    if facts.store is None:
+        return None
+    address, _, port = facts.store.rpartition(":")
+    is_valid_local = facts.local_rank is not None and facts.local_rank < (facts.world_size or 0)
+    values = {
+        "RANK": str(facts.rank),
+        "LOCAL_RANK": str(facts.local_rank) if is_valid_local else None,
+        "WORLD_SIZE": str(facts.world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    claim = read_claim(_Replaced(environment, values))
+    return replace(claim, launch_depth=GROUP_DEPTH) if isinstance(claim, Claim) else claim
+
+
+def expects_probe(environment: Variables) -> bool:
+    """Whether the process was started with the probe, which says when it trains."""
+    return _text(environment, "RANKSCOPE_PROBE") == "1" or "rankscope" in _text(environment, "PYTHONPATH")
+
+
 def _number(text: str) -> int | None:
     text = text.strip()
     # str.isdigit alone takes superscripts, int() takes underscores and signs.
@@ -218,4 +255,4 @@ def _text(environment: Variables, name: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("localhost", "::1", "[::1]", "0.0.0.0", "::")
+    return address.startswith("127.") or address in ("localhost", "::1", "[::1]", "0.0.0.0", "::", *_LOCAL_STORES)

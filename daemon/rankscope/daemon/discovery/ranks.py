@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from rankscope.common.text import printable
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.job_names import Claimant, JobNames, Place
-from rankscope.daemon.discovery.process_table import KnownProcess, ProcessTable
+from rankscope.daemon.discovery.process_table import MAX_COMMAND_LINE_BYTES, KnownProcess, ProcessTable
 from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, Variables, kept, lone_claim
 from rankscope.daemon.samples import PodRun, Problem, Program, RankProcess
 
@@ -33,7 +33,6 @@ MAX_KEPT_PER_OWNER: Final = 8
 OTHER_OWNERS: Final = "others"
 # Of programs and users.
 NAME_CHARACTERS: Final = 64
-MAX_COMMAND_LINE_BYTES: Final = 4096
 MAX_PASSWD_BYTES: Final = 1 << 20
 # Options of Python that take the next word.
 _WITH_VALUE: Final = ("-W", "-X", "--check-hash-based-pycs")
@@ -126,7 +125,7 @@ class RankDiscovery:
         watched = []
         for known in bearers:
             known.is_helper = known.is_helper or known.pid in helpers
-            is_launcher = known.pid in launchers and not self._table.trains(known)
+            is_launcher = known.pid in launchers and known.ring_inode is None
             if known.is_candidate and not known.is_helper and not is_launcher:
                 watched.append(known)
         return watched
@@ -138,7 +137,7 @@ class RankDiscovery:
                 continue
             claimant = self._claimants.get(known.pid)
             try:
-                if claimant is None or claimant.process is not known:
+                if claimant is None or claimant.process is not known or known.claim not in (None, claimant.claim):
                     # A ring without rank variables: a program that trains alone.
                     claim = known.claim or self._read(known, partial(self._lone_claim, known.pid))
                     claimant = Claimant(known, claim, self._read(known, partial(self._place_of, known)))
@@ -247,7 +246,9 @@ def relatives(bearers: Collection[KnownProcess], parent_of: Callable[[int], int 
         if (elders := elders_above.get(parent)) is None:
             elders = elders_above[parent] = [by_pid[pid] for pid in _lineage(parent, parent_of) if pid in by_pid]
         for elder in elders:
-            if elder.identity != bearer.identity:
+            if bearer.is_computing and elder.is_candidate:
+                helpers.add(bearer.pid)  # it may have made an exec
+            elif elder.identity != bearer.identity:
                 # A child shows its identity from its first instant, long before it has loaded torch.
                 if elder.launch_depth < bearer.launch_depth:
                     launchers.add(elder.pid)

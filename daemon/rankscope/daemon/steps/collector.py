@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from rankscope.common.text import printable
 from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
@@ -30,10 +26,6 @@ from rankscope.probe import nccl_plugin, ring_layout
 MAX_STEPS_PER_SECOND = 1_000_000
 MAX_BYTES = 1 << 50
 MAX_COUNTER = 1 << 53
-# Limits of what the probe declares: a process we do not trust writes it.
-TEXT_LENGTH = 128
-MAX_RANKS = 10_000_000
-MAX_FLOPS = 1e30
 # A host gets ahead in its first steps, while the device loads kernels and NCCL connects, and has another pace then.
 WARM_UP_STEPS = 64
 # A rank with many descriptors and no ring is searched less and less often, after this many windows at the latest.
@@ -158,7 +150,7 @@ def _sample(
     live = ring_reader.read_live(fd)
     facts = ring_reader.read_facts_text(fd)
     if facts is not None:
-        progress = replace(progress, facts=parse_facts(facts))
+        progress = replace(progress, facts=ring_reader.parse_facts(facts))
     oldest = max(1, header.records - ring_layout.CAPACITY + 1)
     first = max(oldest, progress.next_sequence or oldest)
     records, whole = ring_reader.read_records(fd, first, header.records)
@@ -284,46 +276,3 @@ def _untold_messages(nccl: NcclTimes, groups: Sequence[GroupSpan]) -> tuple[Grou
 
 def _bounded(live: Mapping[str, int], names: Sequence[str], limit: int) -> dict[str, int]:
     return {name: live[name] for name in names if 0 <= live.get(name, -1) <= limit}
-
-
-def parse_facts(text: bytes) -> ProbeFacts:
-    """A field of the wrong type or range is left out; text that is not a JSON object raises RingError."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RingError("corrupt", f"the ring's facts are not JSON: {str(error)[:80]}") from error
-    if not isinstance(found, dict):
-        raise RingError("corrupt", "the ring's facts are not a JSON object")
-    return ProbeFacts(**{name: read(found.get(name)) for name, read in _FACTS.items()})
-
-
-def _index(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value <= MAX_RANKS else None
-
-
-def _positive(value: object) -> float | None:
-    return _amount(value) or None
-
-
-def _amount(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    # Compared before conversion: an integer of thousands of digits is valid JSON but not a float.
-    return float(value) if 0 <= value < MAX_FLOPS and math.isfinite(value) else None
-
-
-def _ratio(value: object) -> float | None:
-    return float(value) if isinstance(value, float) and -1 <= value <= 1 else None
-
-
-def _text(value: object) -> str | None:
-    return printable(value, TEXT_LENGTH).strip(" �") or None if isinstance(value, str) else None
-
-
-_FACTS: Mapping[str, Callable[[object], Any]] = {
-    **dict.fromkeys(("rank", "world_size", "pipeline", "tensor", "data", "nccl_descriptor"), _index),
-    **dict.fromkeys(("model_flops_per_step", "peak_flops_per_second"), _positive),
-    **dict.fromkeys(("device_name", "torch_version", "nccl_reason"), _text),
-    "nccl_cost_ratio": _ratio,
-    "tokens_per_step": _amount,
-}

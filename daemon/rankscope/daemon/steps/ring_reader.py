@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from rankscope.common.text import printable
 from rankscope.daemon import procfs
 from rankscope.daemon.procfs import RingSearch
+from rankscope.daemon.samples import ProbeFacts
 from rankscope.probe import ring_layout
 
 SEALS_NEEDED = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW
 TORN_READ_RETRIES = 3
+# Limits of what the probe declares: a process we do not trust writes it.
+TEXT_LENGTH = 128
+STORE_LENGTH = 1024
+MAX_RANKS = 10_000_000
+MAX_FLOPS = 1e30
 
 
 def dtype_of(layout: ring_layout.Layout, *more: tuple[str, str]) -> np.dtype[np.void]:
@@ -68,6 +77,35 @@ def opened(proc_root: Path, pid: int) -> Iterator[int | None]:
     finally:
         if fd is not None:
             os.close(fd)
+
+
+@dataclass(frozen=True)
+class FoundRing:
+    inode: int  # a fork shares its parent's ring, and so shows the same number
+    facts: ProbeFacts
+
+
+def find_ring(search: RingSearch, descriptors: int = procfs.DESCRIPTORS_PER_LOOK) -> FoundRing | None:
+    """The ring of a process, once the probe has made all of it. Raises PermissionError if the process may not be
+    read."""
+    try:
+        link = search.look(descriptors)
+    except procfs.GONE:
+        return None
+    if link is None:
+        return None
+    try:
+        fd = open_memfd(link)
+    except (OSError, RingError):
+        return None
+    try:
+        if os.pread(fd, len(ring_layout.MAGIC), 0) != ring_layout.MAGIC:
+            return None
+        with contextlib.suppress(RingError):
+            return FoundRing(os.fstat(fd).st_ino, parse_facts(read_facts_text(fd) or b"{}"))
+        return FoundRing(os.fstat(fd).st_ino, ProbeFacts())
+    finally:
+        os.close(fd)
 
 
 def open_found(search: RingSearch, descriptors: int = procfs.DESCRIPTORS_PER_LOOK) -> int | None:
@@ -248,3 +286,47 @@ def _checksums(raw: bytes, count: int) -> npt.NDArray[np.uint32]:
     parts = _TABLE[_POSITIONS, rows[:, : ring_layout.RECORD.size]]
     checksums: npt.NDArray[np.uint32] = np.bitwise_xor.reduce(parts, axis=1) ^ _OF_ZEROS
     return checksums
+
+
+def parse_facts(text: bytes) -> ProbeFacts:
+    """A field of the wrong type or range is left out; text that is not a JSON object raises RingError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RingError("corrupt", f"the ring's facts are not JSON: {str(error)[:80]}") from error
+    if not isinstance(found, dict):
+        raise RingError("corrupt", "the ring's facts are not a JSON object")
+    return ProbeFacts(**{name: read(found.get(name)) for name, read in _FACTS.items()})
+
+
+def _index(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= MAX_RANKS else None
+
+
+def _positive(value: object) -> float | None:
+    return _amount(value) or None
+
+
+def _amount(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    # Compared before conversion: an integer of thousands of digits is valid JSON but not a float.
+    return float(value) if 0 <= value < MAX_FLOPS and math.isfinite(value) else None
+
+
+def _ratio(value: object) -> float | None:
+    return float(value) if isinstance(value, float) and -1 <= value <= 1 else None
+
+
+def _text(value: object, length: int = TEXT_LENGTH) -> str | None:
+    return printable(value, length).strip(" �") or None if isinstance(value, str) else None
+
+
+_FACTS: Mapping[str, Callable[[object], Any]] = {
+    **dict.fromkeys(("rank", "local_rank", "world_size", "pipeline", "tensor", "data", "nccl_descriptor"), _index),
+    **dict.fromkeys(("model_flops_per_step", "peak_flops_per_second"), _positive),
+    **dict.fromkeys(("device_name", "torch_version", "nccl_reason"), _text),
+    "store": lambda value: _text(value, STORE_LENGTH),
+    "nccl_cost_ratio": _ratio,
+    "tokens_per_step": _amount,
+}
