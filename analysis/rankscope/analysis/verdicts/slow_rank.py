@@ -143,7 +143,9 @@ def with_stalls(screened: Screen, columns: RankColumns, policy: Policy) -> Scree
     late = np.nan_to_num(columns.late_seconds)
     compared = screened.compared_seconds + late
     reference = screened.reference_seconds + median_or_nan(late)
-    queued = np.nan_to_num(columns.starved_seconds) >= policy.starved_share * (compared - reference)
+    # Where ranks share CPUs, all of them queue: that explains no difference.
+    queued_more = np.nan_to_num(columns.starved_seconds - median_or_nan(columns.starved_seconds))
+    queued = queued_more >= policy.starved_share * (compared - reference)
     return replace(
         screened,
         compared_seconds=compared,

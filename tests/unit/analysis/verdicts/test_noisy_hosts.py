@@ -72,7 +72,7 @@ def test_a_slow_rank_is_found_among_ranks_that_vary() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "windows"), [(2, 5), (3, 3)])
-def test_a_rank_is_slow_once_windows_show_what_ranks_vary_by(ranks: int, windows: int) -> None:
+def test_a_rank_is_slow_once_windows_show_their_noise(ranks: int, windows: int) -> None:
     verdicts = watch((SyntheticJob(data=ranks, slow_ranks={1: 1.5}), windows))
     assert not any(verdict.kind.is_finding for verdict in verdicts[:-1])
     assert is_slow(verdicts[-1], 1)
@@ -97,15 +97,23 @@ class QueueingRank:
         return self.job.but(slow_ranks=total, extra=extra).window(random, number, evidence)
 
 
-def test_a_rank_that_queues_for_seconds_on_a_contended_machine_is_not_starved() -> None:
+def test_queueing_for_seconds_on_a_contended_machine_is_not_starvation() -> None:
     assert not any(v.kind.is_finding for v in watch((QueueingRank(range(5, 9)), 14)))
     alone = watch((QueueingRank(range(5, 9), peers_seconds=0.0), 9))[-1]
     assert is_slow(alone, 2) and alone.cause.phase == "starved"
 
 
-def test_a_rank_that_always_queues_on_a_contended_machine_is_starved() -> None:
+def test_queueing_all_the_time_on_a_contended_machine_is_starvation() -> None:
     verdict = watch((QueueingRank(range(5, 20)), 12))[-1]
     assert is_slow(verdict, 2) and verdict.is_alarm and verdict.cause.phase == "starved"
+
+
+def test_queueing_of_all_ranks_is_not_the_cause_of_one() -> None:
+    job = queueing(SyntheticJob(slow_ranks={1: 1.6}), 0.030)
+    long_steps = {"long_seconds": 0.004, "late_seconds": 0.002, "long_ratio": 0.05, "late_ratio": 0.02}
+    noisy = job.but(extra={rank: {**figures, **long_steps} for rank, figures in job.extra.items()})
+    verdict = watch((noisy, 8))[-1]
+    assert is_slow(verdict, 1) and verdict.cause.phase == "forward"
 
 
 def window(number: int, steps: int, slow_seconds: float = 0.0, departed: tuple[int, ...] = ()) -> JobWindow:
