@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-MEASURED_STEPS = 10
+AGREE_STEPS = 20
 
 
 def batches(samples: torch.Tensor, batch: int, workers: int) -> Iterator[torch.Tensor]:
@@ -34,13 +34,6 @@ def sharded_or_replicated(kind: str, model: nn.Module) -> nn.Module:
     return model
 
 
-def steps_in(seconds: float, step_seconds: float) -> int:
-    """The same on all ranks."""
-    count = torch.tensor([seconds / step_seconds])
-    dist.broadcast(count, 0)
-    return int(count)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=("ddp", "fsdp2"))
@@ -55,17 +48,20 @@ def main() -> None:
     layers = (nn.Sequential(nn.Linear(asked.width, asked.width), nn.ReLU()) for _ in range(asked.layers))
     model = sharded_or_replicated(asked.kind, nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    started, last_step = 0.0, -1
-    for step, batch in enumerate(batches(torch.randn(64 * asked.batch, asked.width), asked.batch, asked.workers)):
+    started, is_over = time.perf_counter(), torch.zeros(1)
+    for step, batch in enumerate(batches(torch.randn(64 * asked.batch, asked.width), asked.batch, asked.workers), 1):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
-        if step == MEASURED_STEPS:
-            started = time.perf_counter()
-        elif step == 2 * MEASURED_STEPS:
-            last_step = step + steps_in(asked.seconds, (time.perf_counter() - started) / MEASURED_STEPS)
-        if step == last_step:
-            break
+        if step % AGREE_STEPS == 0:  # all ranks end after the same step
+            is_over[0] = time.perf_counter() - started >= asked.seconds
+            dist.broadcast(is_over, 0)
+            if is_over.item():
+                break
+    # gloo's thread keeps it for a moment, and needs the GIL to let go of it. Whoever destroys the model meanwhile joins
+    # that thread while holding the GIL.
+    while is_over._use_count() > 1:
+        time.sleep(0.001)
     dist.destroy_process_group()
 
 
