@@ -92,6 +92,7 @@ ACCEPTANCE: Lane = (
     Suite("frameworks", ("tests/frameworks",), ("frameworks",)),
     Suite("bystander", ("tests/security",)),
     Suite("captures", ("tests/captures",)),
+    Suite("noise", ("tests/noise",)),
     Suite("hangs", ("tests/hangs", "tests/integration/test_hangs.py")),
     Suite("slurm", ("tests/slurm",), ("slurm",)),
     Suite("alerts", ("tests/alerts",)),

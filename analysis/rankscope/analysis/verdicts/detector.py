@@ -94,6 +94,7 @@ class JobDetector:
         self._long_steps = LongStepHistory()
         self._step_counts = StepCounts()
         self._steps_seen = 0.0
+        self._filled_ratio = 0.0  # of the fullest window
         self._unmeasured = 0
         self._patience = policy.windows_kept  # for windows in which waiting was not measured
         self._step_seconds: float | None = None
@@ -243,7 +244,18 @@ class JobDetector:
         is_apart = skew is not None and skew > self._step_seconds + FIXED.clock_difference_seconds
         if is_apart and ends_steps_together(ready.window):
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
+        if ready.window.asynchronous is None:
+            if latest.departed:
+                return None  # a rank died in the window: what the others did until then shows nothing
+            ready = self._without_partial_comparison(ready)
         return self._recent.decide(self._observe(ready), self.verdict)
+
+    def _without_partial_comparison(self, ready: ReadyWindow) -> ReadyWindow:
+        """Ranks are not compared in a window in which the job starts or ends: its few steps are unlike the others."""
+        filled = ready.filled_ratio
+        self._filled_ratio = max(self._filled_ratio, filled)
+        is_partial = filled < FIXED.window_filled_ratio * self._filled_ratio
+        return ready.without_outliers() if is_partial else ready
 
     def _unknown_steps(self, latest: JobWindow) -> Verdict | None:
         """Of a rank that runs no optimizer: the others' steps cannot be compared with it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isnan
+from math import isnan, nan
 from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
+from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.asynchronous import SlowServer, find_slow_server, with_own_shares
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
@@ -97,6 +97,20 @@ class ReadyWindow(NamedTuple):
     def screen(self) -> Screen:
         return self.all_ranks.take(self.rows)
 
+    @property
+    def excess_seconds(self) -> Floats:
+        """What each rank works longer than its cohort."""
+        compared: Floats = self.all_ranks.compared_seconds[self.rows] - self.all_ranks.reference_seconds[self.rows]
+        return compared
+
+    @property
+    def filled_ratio(self) -> float:
+        """Share of the window that its steps take, at most 1."""
+        return min(self.summary.fewest_steps * self.summary.step_seconds / self.window.window_seconds, 1.0)
+
+    def without_outliers(self) -> ReadyWindow:
+        return self._replace(summary=self.summary._replace(outliers=0.0, widest_cohort_spread=nan))
+
 
 class Observation(NamedTuple):
     """The findings of one job in one window. A tuple, because it is cheap to create for every job at every tick."""
@@ -107,6 +121,7 @@ class Observation(NamedTuple):
     window: JobWindow | None
     screen: Screen | None
     summary: JobSummary
+    excess_seconds: Floats  # of each rank beyond its cohort
     remarkable: bool  # some rule may want to see it
     outliers: frozenset[int]
     lingering: frozenset[int]
@@ -164,6 +179,7 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
         window if any_outlier or late or any(long_steps.found) or long_steps.is_moment_for_stacks else None,
         screen,
         summary,
+        ready.excess_seconds,
         remarkable=any_outlier
         or any(f is not None for f in (*findings, *long_steps.found))
         or _concerns_everyone(summary, policy),
@@ -196,6 +212,7 @@ def observe_workers(ready: ReadyWindow, policy: Policy) -> Observation:
         window if any_outlier or server is not None else None,
         screen if any_outlier else None,
         summary,
+        ready.excess_seconds,
         remarkable=any_outlier or server is not None or _concerns_everyone(summary, policy),
         outliers=frozenset(window.columns.rank[screen.outlier].tolist()),
         lingering=frozenset(window.columns.rank[screen.lingering].tolist()),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from rankscope.analysis.profiles.phases import WAITING_PHASES
-from rankscope.analysis.stats.robust import Bools, median_or_nan
+from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.asynchronous import pace, server_cause
 from rankscope.analysis.verdicts.causes import name_cause
-from rankscope.analysis.verdicts.findings import Observation
+from rankscope.analysis.verdicts.findings import Observation, is_contended
 from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
 from rankscope.analysis.verdicts.stack_profiles import StackHistory
 from rankscope.analysis.verdicts.stall_lines import StallLines
@@ -37,7 +38,7 @@ from rankscope.analysis.verdicts.windows import HOST_WAITING_PHASES, FrameSeen, 
 PEERS_ASKED = 64
 USUAL_RANKS_ASKED = 4
 CAUSE_KEPT_WINDOWS = 5
-MAX_USUAL_STEPS = 30
+MAX_PAST_WINDOWS = 30
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
 UNEVEN = Verdict(
     Kind.DATA_IMBALANCE,
@@ -45,6 +46,8 @@ UNEVEN = Verdict(
     Severity.ALARM,
     cause=Cause("unknown", (), "self time varies by step"),
 )
+# Changes of excesses from window to window that show what they vary by.
+MIN_CHANGES = 4
 # A cause of another kind must be found so often in a row before it replaces the one that was named.
 CAUSE_CHANGES_AFTER = 2
 
@@ -56,8 +59,9 @@ class RecentWindows:
         self._policy = policy
         self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
         self._before = HEALTHY
-        self._usual_steps: deque[float] = deque(maxlen=MAX_USUAL_STEPS)  # of windows in which nothing stood out
-        self._usual_waits: deque[float] = deque(maxlen=MAX_USUAL_STEPS)  # of the same windows
+        self._usual_steps: deque[float] = deque(maxlen=MAX_PAST_WINDOWS)  # of windows in which nothing stood out
+        self._usual_waits: deque[float] = deque(maxlen=MAX_PAST_WINDOWS)  # of the same windows
+        self._excesses: deque[Floats] = deque(maxlen=MAX_PAST_WINDOWS)  # of the ranks, by window
         self._cause_age = 0
         self._history = StackHistory()
         self._usual_stacks = StackHistory()
@@ -69,6 +73,9 @@ class RecentWindows:
         """The verdict with one more window; `standing` is the one before it, for hysteresis."""
         self._recent.append(observation)
         self._before = standing
+        if self._excesses and len(self._excesses[-1]) != len(observation.excess_seconds):
+            self._excesses.clear()
+        self._excesses.append(observation.excess_seconds)
         self._gather_stacks(observation)
         self._unremarkable = 0 if observation.remarkable else self._unremarkable + 1
         if not observation.remarkable and observation.summary.step_seconds > 0:
@@ -138,6 +145,7 @@ class RecentWindows:
 
     def _slow_ranks(self) -> Verdict | None:
         seen = Counter(rank for observation in self._recent for rank in observation.outliers)
+        seen = Counter({rank: count for rank, count in seen.items() if self._is_beyond_variation(rank)})
         alarmed = {rank for rank, count in seen.items() if count >= self._policy.windows_for_alarm}
         if self._standing(Kind.SLOW_RANK):
             lingering = Counter(
@@ -151,6 +159,28 @@ class RecentWindows:
         if not culprits:
             return None
         return self._slow_rank_verdict(culprits, Severity.ALARM if alarmed else Severity.WARNING)
+
+    def _is_beyond_variation(self, rank: int) -> bool:
+        """Whether the excess of a rank exceeds what excesses vary by from window to window. Changes between windows do
+        not depend on when a fault began. Only hosts are this noisy."""
+        flagged = [o for o in self._recent if rank in o.outliers]
+        latest = flagged[-1]
+        row = int(np.flatnonzero(latest.columns.rank == rank)[0])
+        if latest.is_asynchronous or latest.screen is None or is_timed_on_device(latest.columns)[row]:
+            return True
+        if latest.screen.starved[row] and is_contended(latest.summary, self._policy):
+            # Ranks that share CPUs queue in turn, each for seconds: only one that queues all the time is starved.
+            return sum(rank in o.outliers | o.lingering for o in self._recent) >= self._policy.windows_kept
+        changes = np.abs(np.diff(self._excesses, axis=0))
+        cohort = latest.columns.stage == latest.columns.stage[row]
+        if len(changes) * (np.count_nonzero(cohort) - 1) < MIN_CHANGES:
+            return False
+        usual = MAD_TO_SIGMA * max(median_or_nan(changes[:, row]), median_or_nan(changes[:, cohort].ravel()))
+        # The machine may have become noisy a few windows ago. The largest change may be the beginning of the fault.
+        latest_changes = np.sort(changes[1 - len(self._recent) :, row])[:-1]
+        sigma = max(usual, math.sqrt(float(np.mean(latest_changes**2)))) / math.sqrt(2)
+        excess = float(np.mean([o.excess_seconds[o.columns.rank == rank] for o in flagged]))
+        return excess >= FIXED.variation_score * sigma
 
     def _slow_rank_verdict(self, culprits: tuple[int, ...], severity: Severity) -> Verdict:
         stalls = self._recent[-1].stalls.of_ranks

@@ -102,9 +102,10 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     strictest = np.where(on_device | np.isnan(columns.self_seconds), policy.device_rank_ratio, policy.rank_ratio)
     rank_ratio = grouped_max(strictest, cohort, cohort_count)[cohort]
     noise = grouped_median(step_noise(columns), cohort, cohort_count)[cohort]
+    queued = queued_seconds(columns)
+    noise = np.maximum(policy.step_noise_weight * noise, _host_noise(queued, on_device, cohort, cohort_count))
     work = _compare(work_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
     busy = _compare(busy_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
-    queued = queued_seconds(columns)
     queued = np.nan_to_num(queued - grouped_median(queued, cohort, cohort_count)[cohort])
     excess = busy.values - busy.reference
     ahead = ahead_seconds(columns, cohort, cohort_count, policy)
@@ -142,7 +143,9 @@ def with_stalls(screened: Screen, columns: RankColumns, policy: Policy) -> Scree
     late = np.nan_to_num(columns.late_seconds)
     compared = screened.compared_seconds + late
     reference = screened.reference_seconds + median_or_nan(late)
-    queued = np.nan_to_num(columns.starved_seconds) >= policy.starved_share * (compared - reference)
+    # Where ranks share CPUs, all of them queue: that explains no difference.
+    queued_more = np.nan_to_num(columns.starved_seconds - median_or_nan(columns.starved_seconds))
+    queued = queued_more >= policy.starved_share * (compared - reference)
     return replace(
         screened,
         compared_seconds=compared,
@@ -155,6 +158,13 @@ def step_noise(columns: RankColumns) -> Floats:
     """Standard error of a rank's mean over the steps of the window, from its own p10 and p90."""
     sigma = columns.self_seconds * (columns.self_spread_ratio - 1) / P10_TO_P90_SIGMAS
     return np.nan_to_num(sigma / np.sqrt(np.maximum(np.fmin(columns.steps, columns.self_steps), 1.0)))
+
+
+def _host_noise(queued: Floats, on_device: Bools, cohort: Ints, cohort_count: int) -> Floats:
+    """Noise of ranks that are timed by the host's clock. Where ranks queue for CPUs, they also lose time that is not
+    counted as queueing: to a shared core, to caches, to preemption of the ranks that they wait for."""
+    usual = np.nan_to_num(grouped_median(queued, cohort, cohort_count)[cohort])
+    return np.where(on_device, 0.0, np.maximum(FIXED.queue_noise_ratio * usual, FIXED.host_noise_seconds))
 
 
 def _compare(
@@ -174,7 +184,7 @@ def _compare(
     deviation = np.where(pair, 0.0, grouped_median(np.abs(values - median), cohort, cohort_count)[cohort])
     floor = np.where(pair, 2, 1) * policy.spread_floor_ratio
     spread = np.maximum(MAD_TO_SIGMA * deviation, floor * reference)
-    spread = np.maximum(spread, policy.step_noise_weight * noise)
+    spread = np.maximum(spread, noise)
     ratio = values / reference
     score = (values - reference) / spread
     # What would come back: down to the slowest of the others, who then set the pace.

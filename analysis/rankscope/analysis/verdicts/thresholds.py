@@ -152,6 +152,19 @@ class Policy:
 class FixedThresholds:
     """What turns figures into estimates: the same for all jobs."""
 
+    queue_noise_ratio: float = threshold(
+        0.1, "On the host's clock, a cohort's spread is at least this share of what its ranks queue for a CPU."
+    )
+    host_noise_seconds: float = threshold(
+        0.00025, "On the host's clock, a cohort's spread is at least this in a step.", "seconds"
+    )
+    variation_score: float = threshold(
+        3.0,
+        "On the host's clock, a rank is slow from this ratio of its excess to what excesses vary by between windows.",
+    )
+    window_filled_ratio: float = threshold(
+        0.5, "Ranks are not compared in a window that steps fill by less than this share of the job's fullest window."
+    )
     # Some of the queueing happens while a rank waits, and a checkpoint may be hidden from the device.
     least_work_ratio: float = threshold(
         0.1, "Queueing and checkpoints leave at least this share of a rank's self time."
