@@ -159,7 +159,7 @@ class Reservations:
         is_still = stalled_seconds is not None and stalled_seconds > patience_seconds
         for backend in self._backends:
             objection = backend.objection(rank)
-            if is_still and backend.needs_steps:
+            if objection is None and is_still and backend.needs_steps:
                 objection = f"no step has ended for {stalled_seconds:.0f} s"
             if objection is not None:
                 objections.append(f"{backend.name}: {objection}")
