@@ -135,6 +135,7 @@ export interface HangReport {
   readonly world_size: number;
   readonly began_unix_seconds: number;
   readonly made_unix_seconds: number;
+  readonly seen_unix_seconds: number | null;
   readonly ended_unix_seconds: number | null;
   readonly culprits: string;
   readonly left: string;
@@ -150,7 +151,7 @@ export interface HangRow {
   readonly run: string;
   readonly headline: string;
   readonly began_unix_seconds: number;
-  readonly made_unix_seconds: number;
+  readonly until_unix_seconds: number;
   readonly ended_unix_seconds: number | null;
 }
 

@@ -1,5 +1,5 @@
 // Reports of hangs: all of them, or one with the places of its ranks and the table of collectives.
-import type { HangReport, HangRow } from "./answers";
+import type { HangReport } from "./answers";
 import { hang, hangs } from "./api";
 import { moment, quantity } from "./format";
 import { address } from "./location";
@@ -7,9 +7,8 @@ import { Answer, Notice, useAnswer } from "./parts";
 
 const REFRESH_SECONDS = 5;
 
-function duration(of: Pick<HangRow, "began_unix_seconds" | "made_unix_seconds" | "ended_unix_seconds">): string {
-  const seconds = (of.ended_unix_seconds ?? of.made_unix_seconds) - of.began_unix_seconds;
-  return `${of.ended_unix_seconds === null ? "over " : ""}${quantity(seconds, "seconds")}`;
+function duration(began: number, until: number, ended: number | null): string {
+  return `${ended === null ? "over " : ""}${quantity(until - began, "seconds")}`;
 }
 
 function List({ run }: { run: string }) {
@@ -28,7 +27,7 @@ function List({ run }: { run: string }) {
                   <tr>
                     <th>Run</th>
                     <th>What hangs</th>
-                    <th class="number" title="From the last step to the next one, or to the report">Lasted</th>
+                    <th class="number" title="From the last step to the next one, to the end of the job, or to now">Lasted</th>
                     <th class="number" title="When a rank last ended a step, by this browser's clock">Last step</th>
                   </tr>
                 </thead>
@@ -37,7 +36,7 @@ function List({ run }: { run: string }) {
                     <tr key={row.id}>
                       <td><a class="run" href={address({ view: "hangs", hang: row.id, run: row.run }, false)}>{row.run}</a></td>
                       <td class="whole">{row.headline}</td>
-                      <td class="number" data-title="Lasted">{duration(row)}</td>
+                      <td class="number" data-title="Lasted">{duration(row.began_unix_seconds, row.until_unix_seconds, row.ended_unix_seconds)}</td>
                       <td class="number" data-title="Last step">{moment(row.began_unix_seconds)}</td>
                     </tr>
                   ))}
@@ -93,6 +92,11 @@ function Collectives({ of }: { of: HangReport }) {
   );
 }
 
+function lasted(of: HangReport): string {
+  const until = of.ended_unix_seconds ?? of.seen_unix_seconds ?? of.made_unix_seconds;
+  return duration(of.began_unix_seconds, until, of.ended_unix_seconds ?? null);
+}
+
 function Report({ id }: { id: string }) {
   const found = useAnswer((signal) => hang(id, signal), REFRESH_SECONDS, [id]);
   return (
@@ -105,7 +109,7 @@ function Report({ id }: { id: string }) {
               <p>{report.headline}</p>
               <p class="evidence">{report.verdict}</p>
               <span class="faint">
-                {report.world_size} ranks · last step {moment(report.began_unix_seconds)} · lasted {duration(report)}
+                {report.world_size} ranks · last step {moment(report.began_unix_seconds)} · lasted {lasted(report)}
                 {report.left !== "" && ` · ended processes: ranks ${report.left}`}
               </span>
             </div>

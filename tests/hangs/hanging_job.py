@@ -29,6 +29,7 @@ from tools.jobs.launcher import SCRIPTS, Ranks, start_ranks
 
 SCRIPT = SCRIPTS / "hanging.py"
 PATIENCE_SECONDS = 150.0
+WINDOW_SECONDS = 0.5
 
 
 class HangingJob:
@@ -116,6 +117,14 @@ class HangingJob:
         """One of each rank."""
         self._wait(lambda: self._ranks.have_written(f"{prefix}{{}}"))
 
+    def end(self, rank: int) -> Verdict:
+        """Kill a rank; return the last verdict, once its peers have ended as well or have had more than the time for
+        it."""
+        self._ranks.processes[rank].kill()
+        known = len(self.verdicts) + round(2 * DEFAULT_POLICY.hang_seconds / WINDOW_SECONDS)
+        self._wait(lambda: len(self.verdicts) > known or not self._ranks.running)
+        return self.verdicts[-1]
+
     def wait_until_it_ends(self) -> None:
         self._wait(lambda: not self._ranks.running)
 
@@ -129,7 +138,13 @@ def _places(verdict: Verdict) -> int:
 
 @contextmanager
 def hanging_job(
-    cause: str, folder: Path, ranks: int = 2, *, probe: bool = True, dump_prefix: Path | None = None
+    cause: str,
+    folder: Path,
+    ranks: int = 2,
+    *,
+    probe: bool = True,
+    kineto: bool = False,
+    dump_prefix: Path | None = None,
 ) -> Iterator[HangingJob]:
     """The job, and the daemon that watches it. A checkpoint has to be stuck no longer than anything else, to keep tests
     short."""
@@ -139,12 +154,14 @@ def hanging_job(
     environment = {"RANKSCOPE_RUN": run, "OMP_NUM_THREADS": "1"}
     if dump_prefix is not None:
         environment["TORCH_FR_DUMP_TEMP_FILE"] = str(dump_prefix)
+    if kineto:
+        environment["KINETO_USE_DAEMON"] = "1"
     if probe:
         environment["PYTHONPATH"] = PROBE_PATH
     places = {"socket": str(folder / "d.sock"), "metrics_listen": "127.0.0.1:0"}
     places |= {"capture_dir": str(folder / "captures"), "profile_dir": str(folder / "profiles")}
     policy = replace(DEFAULT_POLICY, hang_checkpoint_seconds=DEFAULT_POLICY.hang_seconds)
-    config = replace(resolve(places, {}).config, window_seconds=0.5)
+    config = replace(resolve(places, {}).config, window_seconds=WINDOW_SECONDS)
     with ExitStack() as stack:
         standalone = stack.enter_context(Standalone(config, policy, own_cpu_seconds=time.thread_time))
         words = ["--cause", cause, "--folder", str(folder), "--cpu"]

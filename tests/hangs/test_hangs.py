@@ -3,6 +3,7 @@ none."""
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from rankscope.analysis.collectives.flight_recorder.tail import match_tails
 from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.cli.main import main
+from rankscope.cli.messages import Exit
 from tests.hangs.hanging_job import SCRIPT, hanging_job
 
 pytestmark = pytest.mark.acceptance
@@ -42,6 +45,27 @@ def test_a_killed_rank_is_named_with_the_waiting_ranks_location(tmp_path: Path) 
         verdict = job.wait_for_hang()
     assert (verdict.kind, verdict.culprits, verdict.cause.phase) == (Kind.HANG, (2,), "ended"), job.told
     assert "ranks 0-1 in backward (hanging.py:" in verdict.cause.evidence
+
+
+def test_ranks_that_are_killed_leave_the_cause_of_the_hang(tmp_path: Path) -> None:
+    with hanging_job("lock", tmp_path, ranks=3) as job:
+        before = job.wait_for_hang(places=2)
+        after = job.end(rank=2)
+    assert (after.kind, after.culprits) == (Kind.HANG, (2,)), job.told
+    assert after.cause == before.cause, job.told
+
+
+@pytest.mark.parametrize(("probe", "kineto"), [(True, False), (True, True), (False, True)])
+def test_a_capture_of_a_hang_records_the_stacks_of_all_ranks(
+    probe: bool, kineto: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hanging_job("lock", tmp_path, probe=probe, kineto=kineto) as job:
+        job.wait_for_hang()
+        words = ["--ranks", "all", "--seconds", "2", "--output", str(tmp_path / "stacks"), "--connect", job.target]
+        assert main(["capture", *words]) == Exit.OK, capsys.readouterr()
+    stacks = [gzip.decompress(path.read_bytes()).decode() for path in sorted(tmp_path.glob("stacks/**/*.folded.gz"))]
+    assert len(stacks) == 2, capsys.readouterr()
+    assert "backward" in stacks[0] and "update_cache" in stacks[1], stacks
 
 
 @pytest.mark.parametrize("cause", ["long checkpoint", "long compile"])

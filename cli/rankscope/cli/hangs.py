@@ -69,8 +69,7 @@ def _list(stub: JobServiceStub, arguments: argparse.Namespace) -> int:
         to_stdout(json.dumps({"hangs": [{name: getattr(hang, name) for name in fields} for hang in hangs]}))
         return Exit.OK
     for hang in hangs:
-        seconds = ((hang.ended_unix_nanos or hang.made_unix_nanos) - hang.began_unix_nanos) / 1e9
-        lasted = _lasted(seconds, bool(hang.ended_unix_nanos))
+        lasted = _lasted((hang.until_unix_nanos - hang.began_unix_nanos) / 1e9, bool(hang.ended_unix_nanos))
         to_stdout(f"{hang.id}  {_clock(hang.made_unix_nanos / 1e9)}  {hang.run}  {lasted}  {hang.headline}")
     if not hangs:
         of_run = f" of {arguments.run}" if arguments.run else ""

@@ -413,6 +413,7 @@ class HangSummary(_message.Message):
     BEGAN_UNIX_NANOS_FIELD_NUMBER: _builtins.int
     MADE_UNIX_NANOS_FIELD_NUMBER: _builtins.int
     ENDED_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    UNTIL_UNIX_NANOS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     run: _builtins.str
     headline: _builtins.str
@@ -422,6 +423,8 @@ class HangSummary(_message.Message):
     """the report"""
     ended_unix_nanos: _builtins.int
     """0: it lasts, or its end was not observed"""
+    until_unix_nanos: _builtins.int
+    """the end, or the last moment at which it was seen"""
     def __init__(
         self,
         *,
@@ -431,10 +434,11 @@ class HangSummary(_message.Message):
         began_unix_nanos: _builtins.int = ...,
         made_unix_nanos: _builtins.int = ...,
         ended_unix_nanos: _builtins.int = ...,
+        until_unix_nanos: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_nanos", b"began_unix_nanos", "ended_unix_nanos", b"ended_unix_nanos", "headline", b"headline", "id", b"id", "made_unix_nanos", b"made_unix_nanos", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_nanos", b"began_unix_nanos", "ended_unix_nanos", b"ended_unix_nanos", "headline", b"headline", "id", b"id", "made_unix_nanos", b"made_unix_nanos", "run", b"run", "until_unix_nanos", b"until_unix_nanos"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,10 +73,11 @@ def test_reports_are_listed_with_when_run_how_long_and_who(server: Server, capsy
     server.store.keep(REPORT)
     ended = msgspec.structs.replace(REPORT, id="h-20260301-101501-0a1b2c", run="other", ended_unix_seconds=1565.0)
     server.store.keep(ended)
+    server.store.see(REPORT.id, 1010.0)
     assert server.call() == Exit.OK
     latest, first = capsys.readouterr().out.splitlines()
     assert latest == f"{ended.id}  1970-01-01 00:16:40Z  other  10 min  {REPORT.headline}"
-    assert first == f"{REPORT.id}  1970-01-01 00:16:40Z  llama  over 35 s  {REPORT.headline}"
+    assert first == f"{REPORT.id}  1970-01-01 00:16:40Z  llama  over 45 s  {REPORT.headline}"
     assert server.call("--run", "llama", "--json") == Exit.OK
     (one,) = json.loads(capsys.readouterr().out)["hangs"]
     assert (one["id"], one["began_unix_nanos"]) == (REPORT.id, 965 * 10**9)

@@ -8,7 +8,7 @@ import pytest
 
 from rankscope.analysis.profiles.frames import Frame
 from rankscope.daemon.procfs import CLOCK_TICKS_PER_SECOND
-from rankscope.daemon.samples import Activity, RankProcess, StallDump
+from rankscope.daemon.samples import Activity, Problem, RankProcess, StallDump
 from rankscope.daemon.windows.stalls import StallWatch
 from rankscope.daemon.windows.window import RankSamples
 from rankscope.v1.window_pb2 import Stall
@@ -161,7 +161,16 @@ def test_a_fetch_that_fails_leaves_the_stall_without_a_stack() -> None:
     assert watch.observe(RANK, no_step(), make.span(21)) is not None
 
 
-def stall_after(dumps: Sequence[StallDump]) -> Stall:
+def test_an_interpreter_that_ends_takes_the_stack_of_earlier_looks_with_it() -> None:
+    gone = Problem("stacks", "unreadable", "rank 1: its training thread has no frames")
+    stall = stall_after([look(), look(), gone])
+    assert (stall.phase, list(stall.stack)) == ("unreadable", [])
+    assert stall.same_stack_looks == 1
+    refused = Problem("stacks", "permission", "rank 1: EPERM")
+    assert list(stall_after([look(), look(), refused]).stack) == ["save (train.py:9)"]
+
+
+def stall_after(dumps: Sequence[StallDump | Problem]) -> Stall:
     """The stall of a rank without steps after these looks, a window apart."""
     upcoming = iter(dumps)
     watch = StallWatch(lambda ranks: {rank.key: next(upcoming) for rank in ranks})

@@ -71,7 +71,8 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     began_unix_seconds: float  # the last step of any rank
     made_unix_seconds: float
-    ended_unix_seconds: float | None = None  # None: it lasts, or its end was not observed
+    seen_unix_seconds: float | None = None  # the last window in which it stood; None: none since the report
+    ended_unix_seconds: float | None = None  # the next step, or the end of the job; None: it lasts, or was not observed
     culprits: str = ""  # of the verdict; where it names none, who disagrees with most others about a collective
     left: str = ""  # ranks whose processes have ended
     places: tuple[Place, ...] = ()  # the odd ranks first
@@ -81,8 +82,12 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """How long it lasted, or had lasted when the report was made."""
-        return max(0.0, (self.ended_unix_seconds or self.made_unix_seconds) - self.began_unix_seconds)
+        """How long it lasted, or had lasted when it was last seen."""
+        return max(0.0, self.until_unix_seconds - self.began_unix_seconds)
+
+    @property
+    def until_unix_seconds(self) -> float:
+        return self.ended_unix_seconds or self.seen_unix_seconds or self.made_unix_seconds
 
 
 @dataclass(frozen=True)

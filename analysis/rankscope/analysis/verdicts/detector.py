@@ -15,7 +15,7 @@ import numpy as np
 
 from rankscope.analysis.verdicts.asynchronous import Cadence, StepCounts, ends_steps_together, split
 from rankscope.analysis.verdicts.findings import Observation, ReadyWindow, observe, observe_workers
-from rankscope.analysis.verdicts.hang import find_hang
+from rankscope.analysis.verdicts.hang import HangWatch
 from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.long_steps import LongStepHistory
 from rankscope.analysis.verdicts.rules import HEALTHY, Damper, RecentWindows
@@ -101,6 +101,7 @@ class JobDetector:
         self._lost_gpu_seconds = 0.0
         self._captures = CaptureWindows()
         self._stacks = StackJudge()
+        self._hang = HangWatch()
         self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "no window yet")
 
     @property
@@ -170,8 +171,7 @@ class JobDetector:
 
     def judge(self, ready: ReadyWindow | None) -> Verdict:
         """The verdict after the window last absorbed."""
-        # A job that has steps to compare is moving.
-        verdict = self._hung() if ready is None else None
+        verdict = self._hung(ready)
         if verdict is None:
             said = self._judge_ranks(ready)
             verdict = self.verdict if said is None else self._damper.settle(said, self.verdict)
@@ -191,12 +191,11 @@ class JobDetector:
         self._lost_gpu_seconds += verdict.impact_ratio * latest.window_seconds * latest.world_size
         return replace(verdict, lost_gpu_seconds=self._lost_gpu_seconds)
 
-    def _hung(self) -> Verdict | None:
-        latest = self._raw[-1]
-        if np.fmax.reduce(latest.columns.steps, initial=0.0) > 0:
-            return None
-        known_steps = self._steps_seen > 0
-        return find_hang(latest.stalls(), latest.departed, self._step_seconds, known_steps, self._policy)
+    def _hung(self, ready: ReadyWindow | None) -> Verdict | None:
+        if ready is None:
+            return self._hang.observe(self._raw[-1], self._step_seconds, self._policy)
+        self._hang.end()  # a job that has steps to compare is moving
+        return None
 
     def _judge_ranks(self, ready: ReadyWindow | None) -> Verdict | None:
         """None where the latest window adds nothing."""

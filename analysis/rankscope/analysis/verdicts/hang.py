@@ -1,16 +1,20 @@
 """The hang verdict: no rank advances. Names the ranks that never entered the collective that the others wait in, and
-where every rank stands."""
+where every rank stands. It stands from the window in which it is found to the next step of any rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from typing import Final
 
-from rankscope.analysis.profiles.frames import is_user_code
+import numpy as np
+
+from rankscope.analysis.profiles.frames import Frame, is_user_code
 from rankscope.analysis.profiles.phases import CHECKPOINT, COMMUNICATION, COMPILE, WAITING_PHASES, names_phase
 from rankscope.analysis.profiles.stack_groups import group_stacks, places_text, stack_of
 from rankscope.analysis.verdicts.nccl_hang import find_missing, waits_in_nccl
-from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import (
     ENDED,
     MISMATCH,
@@ -22,9 +26,97 @@ from rankscope.analysis.verdicts.verdict import (
     Verdict,
     ranks,
 )
-from rankscope.analysis.verdicts.windows import FrameSeen, Stall, step_phase
+from rankscope.analysis.verdicts.windows import UNREADABLE, FrameSeen, JobWindow, Stall, step_phase
 
 FRAMES_SHOWN = 3
+_DESTROYS: Final = ("destroy_process_group", "/torch/distributed/distributed_c10d.py")
+# The outermost frame of a process that exits. While a program runs, that is its module.
+_EXITS: Final = (
+    ("_shutdown", "/threading.py"),
+    ("_python_exit", "/concurrent/futures/thread.py"),
+    ("_exit_function", "/multiprocessing/util.py"),
+    ("_exitfunc", "/weakref.py"),
+    ("__del__", ""),
+)
+
+
+class HangWatch:
+    """The hang of one job. While it stands, ranks that end or are seen elsewhere neither end it nor change who is to
+    blame: a launcher or a user ends the job then."""
+
+    def __init__(self) -> None:
+        self._verdict: Verdict | None = None
+        self._hung_seconds = 0.0  # since the hang was found
+        self._departed: tuple[int, ...] = ()
+        self._since_departure_seconds = 0.0
+        self._leaving_seconds = 0.0  # for which all ranks have been leaving
+        self._moving_seconds = 0.0  # for which ranks without step records have stood nowhere
+
+    def end(self) -> None:
+        """A step has ended."""
+        self._verdict = None
+
+    def observe(self, window: JobWindow, step_seconds: float | None, policy: Policy) -> Verdict | None:
+        """The hang that stands after this window. Call it with every window, or `end`."""
+        is_departing = window.departed != self._departed
+        self._departed = window.departed
+        self._since_departure_seconds = 0.0 if is_departing else self._since_departure_seconds + window.window_seconds
+        steps = window.columns.steps
+        if np.fmax.reduce(steps, initial=0.0) > 0:
+            self._verdict = None
+            return None
+        stalls, known_steps = window.stalls(), 2 * np.count_nonzero(~np.isnan(steps)) >= max(1, len(steps))
+        leaving = [rank for rank, stall in stalls.items() if stall is not None and _is_leaving(stall)]
+        self._leaving_seconds = self._leaving_seconds + window.window_seconds if len(leaving) == len(stalls) else 0.0
+        is_still = known_steps or any(stalls.values()) or not stalls
+        self._moving_seconds = 0.0 if is_still else self._moving_seconds + window.window_seconds
+        if self._verdict is None:
+            self._hung_seconds = 0.0
+            if not self._is_ending(window, _patience(step_seconds, policy)):
+                self._verdict = find_hang(stalls, window.departed, step_seconds, known_steps, policy)
+            return self._verdict
+        if self._moving_seconds >= policy.hang_seconds:
+            self._verdict = None  # no step is known of any rank, but they move again
+            return None
+        self._hung_seconds += window.window_seconds
+        is_settled = self._since_departure_seconds >= self._hung_seconds and not leaving and _are_steady(stalls)
+        found = None
+        if is_settled and self._hung_seconds <= FIXED.hang_refined_seconds:
+            found = find_hang(stalls, window.departed, step_seconds, known_steps, policy)
+        self._verdict = found or _lasting(self._verdict, stalls)
+        return self._verdict
+
+    def _is_ending(self, window: JobWindow, patience_seconds: float) -> bool:
+        """The ranks of a job that ends leave one after the other. Those who wait for a rank that crashed wait on."""
+        if window.departed and self._since_departure_seconds < patience_seconds:
+            return True
+        return 2 * len(window.departed) > window.world_size or 0 < self._leaving_seconds < FIXED.hang_leaving_seconds
+
+
+def _lasting(verdict: Verdict, stalls: Mapping[int, Stall | None]) -> Verdict:
+    seconds = min((stall.seconds_since_step for stall in stalls.values() if stall), default=None)
+    return verdict if seconds is None else replace(verdict, reason=_reason(seconds, verdict.culprits, verdict.cause))
+
+
+def _are_steady(stalls: Mapping[int, Stall | None]) -> bool:
+    return all(stall is None or not stall.stack or (stall.same_stack_looks or 0) >= 2 for stall in stalls.values())
+
+
+def _patience(step_seconds: float | None, policy: Policy) -> float:
+    return max(policy.hang_seconds, policy.hang_steps * (step_seconds or 0.0))
+
+
+def _is_leaving(stall: Stall) -> bool:
+    """It tears down its process groups, exits, or has no interpreter any more."""
+    if stall.phase == UNREADABLE:
+        return True
+    stack = stack_of(stall.stack)
+    return any(_is_in(frame, _DESTROYS) for frame in stack) or any(_is_in(stack[-1], at) for at in _EXITS if stack)
+
+
+def _is_in(frame: Frame, place: tuple[str, str]) -> bool:
+    function, file = place
+    return frame.function.rpartition(".")[2] == function and f"/{frame.file}".endswith(file)
 
 
 def find_hang(
@@ -34,12 +126,14 @@ def find_hang(
     known_steps: bool,
     policy: Policy,
 ) -> Verdict | None:
-    """`stalls` has every rank that reports; None for one that is moving."""
-    patience = max(policy.hang_seconds, policy.hang_steps * (step_seconds or 0.0))
-    standing = {rank: stall for rank, stall in stalls.items() if stall and stall.seconds_since_step >= patience}
+    """A hang that begins. `stalls` has every rank that reports; None for one that is moving."""
+    patience_seconds = _patience(step_seconds, policy)
+    standing = {rank: stall for rank, stall in stalls.items() if stall and stall.seconds_since_step >= patience_seconds}
     if not standing or len(standing) < len(stalls):
         return None
-    waiting = _waiting(standing)
+    waiting, leaving = _waiting(standing), {rank for rank, stall in standing.items() if _is_leaving(stall)}
+    if len(leaving) < len(standing):
+        waiting -= leaving  # for nobody who still trains
     if any(_is_at_work(stall, rank in waiting, policy) for rank, stall in standing.items()):
         return None
     stuck = sum(_is_stuck(standing[rank]) for rank in waiting)
@@ -47,19 +141,24 @@ def find_hang(
         return None  # a long evaluation, a checkpoint by other means: no rank steps, but they are at work
     culprits, how, phase = _culprits(standing, waiting, departed)
     seconds = min(stall.seconds_since_step for stall in standing.values())
-    who = f"{ranks(culprits)}: {how}" if culprits else how
     groups = group_stacks({rank: stall.stack for rank, stall in standing.items() if stall.stack})
     places = f"; {places_text(groups)}" if groups else ""
     first = standing.get(culprits[0]) if culprits else None
+    cause = Cause(phase, _frames(first.stack) if first else (), f"{how}{places}")
     return Verdict(
         Kind.HANG,
-        f"no rank has advanced for {seconds:.0f} s; {who}{places}",
-        Severity.ALARM,
+        _reason(seconds, culprits, cause),
+        Severity.ALARM if known_steps else Severity.WARNING,
         Confidence.HIGH if known_steps else Confidence.LOW,
         culprits,
         impact_ratio=1.0,
-        cause=Cause(phase, _frames(first.stack) if first else (), f"{how}{places}"),
+        cause=cause,
     )
+
+
+def _reason(seconds: float, culprits: tuple[int, ...], cause: Cause) -> str:
+    who = f"{ranks(culprits)}: " if culprits else ""
+    return f"no rank has advanced for {seconds:.0f} s; {who}{cause.evidence}"
 
 
 def _waiting(standing: Mapping[int, Stall]) -> frozenset[int]:
@@ -99,7 +198,8 @@ def _waits(stall: Stall) -> bool:
 
 def _is_stuck(stall: Stall) -> bool:
     """Of a rank that waits: it was found in the same place twice, or there are no stacks."""
-    return stall.phase is None or (stall.same_stack_looks or 0) >= 2 or waits_in_nccl(stall)
+    has_place = bool(stall.stack) and (stall.same_stack_looks or 0) >= 2
+    return stall.phase is None or has_place or waits_in_nccl(stall)
 
 
 def _is_in_collective(stall: Stall, most_entered: int, most_left: int) -> bool:

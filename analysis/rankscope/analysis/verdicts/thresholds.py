@@ -247,6 +247,14 @@ class FixedThresholds:
     nccl_unchanged_seconds: float = threshold(
         3.0, "A rank is stuck when its GPU has not started or finished an operation for this long.", "seconds"
     )
+    # NCCL's teardown may hang, too.
+    hang_leaving_seconds: float = threshold(
+        60.0, "Ranks that tear down their process groups or exit hang after this long.", "seconds"
+    )
+    # Stacks were dumped several times by then. What changes later is a process that is being ended.
+    hang_refined_seconds: float = threshold(
+        30.0, "A hang that is older names no other ranks, whatever is seen of them.", "seconds"
+    )
     # Stacks alone, where no step is known.
     stack_excused_share: float = threshold(
         0.2, "Ranks are not compared while one spends more of its time in a checkpoint or a compilation."

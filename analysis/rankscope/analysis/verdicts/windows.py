@@ -105,6 +105,10 @@ class Communicator:
         return self.started > self.finished
 
 
+# The phase of a stall in a process whose interpreter cannot be read: it has ended, or has not begun.
+UNREADABLE = "unreadable"
+
+
 @dataclass(frozen=True)
 class Stall:
     seconds_since_step: float

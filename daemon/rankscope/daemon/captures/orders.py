@@ -111,12 +111,17 @@ class CancelledError(CaptureError):
     pass
 
 
+class NoStepsError(CaptureError):
+    """The process makes no steps, so that there is nothing but stacks to record."""
+
+
 class Backend(Protocol):
     """A way to record. `record` blocks, in one thread per rank. It watches `cancelled` and always leaves the
     training process as it was."""
 
     name: str
     keeps_schedules: bool  # waits, warms up and repeats as the options request
+    needs_steps: bool  # records nothing of a process that makes none
 
     def objection(self, rank: RankProcess) -> str | None:
         """Why this back end cannot record this rank; None if it can."""

@@ -19,6 +19,7 @@ from rankscope.daemon.captures.orders import (
     MAX_RECORDING_SECONDS,
     CancelledError,
     CaptureError,
+    NoStepsError,
     Order,
     Recording,
     Stage,
@@ -62,6 +63,7 @@ class _Agreement:
 class ProbeBackend:
     name = "probe"
     keeps_schedules = True
+    needs_steps = True
 
     def __init__(self, proc_root: Path = Path("/proc")) -> None:
         self._proc_root = proc_root
@@ -247,7 +249,7 @@ class _Attempt:
                         deadline = time.time() + WRITE_SECONDS
                         continue
             if is_late:
-                raise CaptureError(f"{self._who}: {self._why_late(phase, answer)}")
+                raise self._lateness(phase, answer)
             self._cancelled.wait(TICK_SECONDS)
             self._check()
 
@@ -264,18 +266,26 @@ class _Attempt:
         if before < ring_layout.PHASE_RUNNING <= phase:
             self._report(Stage.RUNNING)
 
-    def _why_late(self, phase: int, answer: Answer | None) -> str:
+    def _is_of_another(self, answer: Answer | None) -> bool:
+        if answer is None or answer.number == self._command.number:
+            return False
+        return answer.phase < ring_layout.PHASE_WRITTEN
+
+    def _lateness(self, phase: int, answer: Answer | None) -> CaptureError:
         if phase == ring_layout.PHASE_HELD:
-            return "a profiler of the user's own is active; stop it, or ask again with more patience"
-        if phase == ring_layout.PHASE_RUNNING:
-            return f"no step has ended for {STEP_SECONDS_ALLOWED:g} s in the middle of the capture; does it hang?"
-        if phase == ring_layout.PHASE_WRITING:
-            return f"the trace was not written within {WRITE_SECONDS:g} s; capture fewer steps"
-        if phase == ring_layout.PHASE_ARMED:
-            return "no step has ended since the capture was to begin; does it hang? `rankscope top` shows what it does"
-        if answer is not None and answer.number != self._command.number and answer.phase < ring_layout.PHASE_WRITTEN:
-            return "the probe is busy with another capture, of another daemon"
-        return "no step has ended since the capture was asked for; does it hang? `rankscope top` shows what it does"
+            why = "a profiler of the user's own is active; stop it, or ask again with more patience"
+        elif phase == ring_layout.PHASE_WRITING:
+            why = f"the trace was not written within {WRITE_SECONDS:g} s; capture fewer steps"
+        elif phase == 0 and self._is_of_another(answer):
+            why = "the probe is busy with another capture, of another daemon"
+        else:
+            since = {
+                ring_layout.PHASE_RUNNING: f"for {STEP_SECONDS_ALLOWED:g} s in the middle of the capture",
+                ring_layout.PHASE_ARMED: "since the capture was to begin",
+            }.get(phase, "since the capture was asked for")
+            hint = "does it hang? `rankscope top` shows what it does"
+            return NoStepsError(f"{self._who}: no step has ended {since}; {hint}")
+        return CaptureError(f"{self._who}: {why}")
 
     def _notes(self, answer: Answer) -> tuple[str, ...]:
         notes = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rankscope.daemon.captures.orders import Backend, CaptureError, Options
 from rankscope.daemon.samples import RankProcess
@@ -27,9 +27,16 @@ NO_OPTIONS = Options()
 class Reservations:
     """Thread-safe."""
 
-    def __init__(self, node: str, backends: Sequence[Backend]) -> None:
+    def __init__(
+        self,
+        node: str,
+        backends: Sequence[Backend],
+        stalled_seconds: Callable[[RankProcess], float | None] = lambda rank: None,
+    ) -> None:
+        """`stalled_seconds`: since the rank's last step, if it makes none."""
         self._node = node
         self._backends = backends
+        self._stalled_seconds = stalled_seconds
         self._lock = threading.Lock()
         self._cancelled: dict[str, threading.Event] = {}
         self._tenants: dict[str, str] = {}  # by capture id
@@ -43,12 +50,17 @@ class Reservations:
         here: Mapping[int, RankProcess],
         options: Options = NO_OPTIONS,
         tenant: str = "",
+        patience_seconds: float = 0.0,
     ) -> list[tuple[RankProcess, Backend]]:
         """Reserve the ranks for a capture and add them to it; unavailable ranks are added as failed, with the
-        reason."""
+        reason. A rank that has made no step for longer than `patience_seconds` is recorded without steps."""
         reserved = []
         # Not under the lock, which the daemon's loop takes as well: a process may be slow to look at.
-        suitable = {number: self._choose_backend(here[number], options) for number in numbers if number in here}
+        suitable = {
+            number: self._choose_backend(here[number], options, patience_seconds)
+            for number in numbers
+            if number in here
+        }
         with self._lock:
             self._check_places(tenant)
             self._cancelled[capture.id] = threading.Event()
@@ -125,13 +137,30 @@ class Reservations:
             raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
         return here[number]
 
-    def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend | None, list[str]]:
+    def without_steps(self, rank: RankProcess) -> Backend:
+        """The back end that records a process which makes no steps. Raises CaptureError."""
+        objections = ["no back end records stacks"]
+        for backend in self._backends:
+            if not backend.needs_steps:
+                objection = backend.objection(rank)
+                if objection is None:
+                    return backend
+                objections.append(f"{backend.name}: {objection}")
+        raise CaptureError("; ".join(objections[1:] or objections))
+
+    def _choose_backend(
+        self, rank: RankProcess, options: Options, patience_seconds: float
+    ) -> tuple[Backend | None, list[str]]:
         """The first suitable back end, if any, and why those before it are not. If a schedule is requested, one that
         supports schedules is preferred."""
         objections: list[str] = []
         unfit: list[Backend] = []
+        stalled_seconds = self._stalled_seconds(rank)
+        is_still = stalled_seconds is not None and stalled_seconds > patience_seconds
         for backend in self._backends:
             objection = backend.objection(rank)
+            if objection is None and is_still and backend.needs_steps:
+                objection = f"no step has ended for {stalled_seconds:.0f} s"
             if objection is not None:
                 objections.append(f"{backend.name}: {objection}")
             elif options.is_scheduled and not backend.keeps_schedules:

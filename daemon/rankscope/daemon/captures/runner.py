@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -11,9 +12,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage, tenant_of
+from rankscope.daemon.captures.orders import (
+    Backend,
+    CancelledError,
+    CaptureError,
+    NoStepsError,
+    Order,
+    Recording,
+    Stage,
+    tenant_of,
+)
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import (
+    DUTY_CYCLE,
     CaptureAudit,
     Records,
     StepSecondsOf,
@@ -33,7 +44,7 @@ from rankscope.daemon.captures.request import (
     patience_of,
     start_of,
 )
-from rankscope.daemon.captures.reservations import Reservations
+from rankscope.daemon.captures.reservations import NOT_BY, Reservations
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -134,6 +145,7 @@ class CaptureRunner:
         *,
         earliest_start: Callable[[Sequence[RankProcess], float], float] = lambda ranks, now: now,
         step_seconds: StepSecondsOf = lambda rank, start, end: None,
+        stalled_seconds: Callable[[RankProcess], float | None] = lambda rank: None,
         unix_seconds: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
         tenant_of: Callable[[RankProcess], str] = tenant_of,
@@ -149,7 +161,7 @@ class CaptureRunner:
         self.suspects_of: SuspectsOf = lambda job: None
         self.records = Records(archive.save, archive.load(), archive.tenant)
         self.tally = CaptureTally()
-        self._reservations = Reservations(node, backends)
+        self._reservations = Reservations(node, backends, stalled_seconds)
         self._learned = LearnedSteps()
         self._starting = threading.Lock()
 
@@ -184,7 +196,10 @@ class CaptureRunner:
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
         tenant = next((self._tenant_of(here[number]) for number in numbers if number in here), "")
-        reserved = self._reservations.begin(capture, numbers, here, options, tenant)
+        awaited_seconds = 0.0 if steps is None else patience_seconds  # a stall may end
+        if requested_by == DUTY_CYCLE:
+            awaited_seconds = math.inf  # stacks alone are of no use to it
+        reserved = self._reservations.begin(capture, numbers, here, options, tenant, awaited_seconds)
         try:
             together = [rank for rank, _ in reserved]
             start_seconds = start_of(request, self._earliest_start(together, now))
@@ -232,12 +247,15 @@ class CaptureRunner:
 
     def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]], is_sure: bool) -> None:
         stuck: set[int] = set()
+        idle: dict[int, str] = {}
         try:
-            learned = self._attempt(capture_id, work, stuck)
+            learned = self._attempt(capture_id, work, stuck, idle)
             if learned and not is_sure and not self._reservations.cancelled(capture_id).is_set():
                 # The step time was unknown and too few steps were recorded. Now it is known.
                 self.records.change(capture_id, forget_first_attempt)
-                self._attempt(capture_id, self._with_step_time(work, learned), stuck)
+                idle.clear()
+                self._attempt(capture_id, self._with_step_time(work, learned), stuck, idle)
+            self._attempt(capture_id, self._without_steps(capture_id, work, idle), stuck, {})
             self._measure_aftermath(capture_id, [order for order, _ in work])
             # Before the end is announced, because a waiting caller may request the same ranks at once.
             self._reservations.end(capture_id, stuck)
@@ -250,16 +268,19 @@ class CaptureRunner:
             self.audit.ended(self.records.get(capture_id))
             self._archive.clean(capture_id)
 
-    def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]], stuck: set[int]) -> dict[int, float]:
+    def _attempt(
+        self, capture_id: str, work: Sequence[tuple[Order, Backend]], stuck: set[int], idle: dict[int, str]
+    ) -> dict[int, float]:
         """Record all ranks at once and deliver the results. Returns the step time of ranks that recorded too few
-        steps because their step time was unknown or underestimated."""
+        steps because their step time was unknown or underestimated. Adds ranks that make no steps to `idle`, with what
+        the back end says."""
         if not work:
             return {}  # no rank could be asked; each has its error
         recorded: dict[int, tuple[RankProcess, Recording]] = {}
         threads = [
             threading.Thread(
                 target=self._record,
-                args=(*each, recorded, stuck),
+                args=(*each, recorded, stuck, idle),
                 name=f"rankscope-rank-{each[0].rank.rank}",
                 daemon=True,
             )
@@ -275,6 +296,9 @@ class CaptureRunner:
         cancelled, steps = self._reservations.cancelled(capture_id), work[0][0].steps
         before = self._steps_before(capture, list(orders.values()))
         for rank, delivered in self._archive.deliver(capture, recorded, steps, before, cancelled) if recorded else ():
+            if isinstance(delivered, NoStepsError):
+                idle[rank] = str(delivered)
+                continue
             if isinstance(delivered, CaptureError):
                 is_cancelled = isinstance(delivered, CancelledError)
                 state = pb.CAPTURE_STATE_CANCELLED if is_cancelled else pb.CAPTURE_STATE_FAILED
@@ -322,6 +346,32 @@ class CaptureRunner:
             for order, backend in work
         ]
 
+    def _without_steps(
+        self, capture_id: str, work: Sequence[tuple[Order, Backend]], idle: Mapping[int, str]
+    ) -> list[tuple[Order, Backend]]:
+        """The orders of ranks that make no steps, for a back end that needs none."""
+        capture = self.records.get(capture_id)
+        again: list[tuple[Order, Backend]] = []
+        for order, before in work:
+            number = order.rank.rank
+            if number not in idle:
+                continue
+            try:
+                if capture is None or capture.requested_by == DUTY_CYCLE:
+                    raise CaptureError("a capture of the duty cycle needs steps")
+                backend = self._reservations.without_steps(order.rank)
+            except CaptureError as error:
+                self._enter(capture_id, number, pb.CAPTURE_STATE_FAILED, f"{idle[number]}; {error}")
+                continue
+
+            def edit(entry: pb.RankCapture, before: str = before.name, name: str = backend.name) -> None:
+                entry.state, entry.backend = pb.CAPTURE_STATE_ACCEPTED, name
+                entry.notes.append(f"{NOT_BY}{before}: {idle[entry.rank]}")
+
+            self.records.change_rank(capture_id, number, edit)
+            again.append((replace(order, start_unix_millis=round(self._unix_seconds() * 1000)), backend))
+        return again
+
     def _enter(self, capture_id: str, rank: int, state: pb.CaptureState.ValueType, error: str = "") -> None:
         def edit(entry: pb.RankCapture) -> None:
             entry.state, entry.error = state, error
@@ -334,6 +384,7 @@ class CaptureRunner:
         backend: Backend,
         recorded: dict[int, tuple[RankProcess, Recording]],
         stuck: Collection[int],
+        idle: dict[int, str],
     ) -> None:
         number = order.rank.rank
 
@@ -352,6 +403,8 @@ class CaptureRunner:
             enter(pb.CAPTURE_STATE_WRITTEN)
         except CancelledError as error:
             enter(pb.CAPTURE_STATE_CANCELLED, str(error))
+        except NoStepsError as error:
+            idle[number] = str(error)
         except CaptureError as error:
             enter(pb.CAPTURE_STATE_FAILED, str(error))
         except OSError as error:

@@ -169,11 +169,15 @@ class RecentSteps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._windows: dict[RankKey, deque[tuple[float, float, int, float]]] = {}
+        self._stalled_seconds: dict[RankKey, float] = {}
 
     def add(self, windows: Mapping[RankKey, RankWindow]) -> None:
         with self._lock:
             for key in self._windows.keys() - windows.keys():
                 del self._windows[key]
+            self._stalled_seconds = {
+                key: window.stall.seconds_since_step for key, window in windows.items() if window.HasField("stall")
+            }
             for key, window in windows.items():
                 if window.sources.get("steps") == SOURCE_CAPTURE:
                     continue  # steps slowed by recording, reported late
@@ -181,6 +185,11 @@ class RecentSteps:
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=MAX_WINDOWS))
                     kept.append((start, end, window.steps, window.step_seconds.mean))
+
+    def stalled_seconds(self, rank: RankProcess) -> float | None:
+        """Since the rank's last step; None while it makes steps, or may."""
+        with self._lock:
+            return self._stalled_seconds.get(rank.key)
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None:
         """Mean step time over the windows that lie mostly in an interval; None if the rank's steps were not seen in
@@ -243,6 +252,7 @@ class NodeCaptures:
             lambda: self._ranks,
             earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
+            stalled_seconds=self._steps.stalled_seconds,
             audit=audit,
             tenant_of=partial(tenant_of, proc_root=proc_root),
         )

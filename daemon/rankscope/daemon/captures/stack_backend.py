@@ -40,6 +40,7 @@ ERRORS_NOTED_RATIO: Final = 0.1
 class StacksBackend:
     name = "stacks"
     keeps_schedules = False
+    needs_steps = False
 
     def __init__(self, py_spy: Path | str | None = None, proc_root: Path = Path("/proc")) -> None:
         self._py_spy = Path(py_spy) if py_spy else pyspy.find_py_spy()

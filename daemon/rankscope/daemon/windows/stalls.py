@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from rankscope.analysis.profiles.frames import Frame
-from rankscope.analysis.verdicts.windows import Communicator
+from rankscope.analysis.verdicts.windows import UNREADABLE, Communicator
 from rankscope.common.text import printable
 from rankscope.daemon.procfs import CLOCK_TICKS_PER_SECOND
 from rankscope.daemon.samples import (
@@ -158,6 +158,8 @@ class StallWatch:
         with self._lock:
             for key, dump in dumps.items():
                 memory = self._memories.get(key)
+                if isinstance(dump, Problem) and dump.kind == "unreadable":
+                    dump = StallDump(UNREADABLE, ())  # the stack of an earlier look is no longer where it stands
                 if memory is not None and isinstance(dump, StallDump):
                     _note_dump(memory, dump)
 

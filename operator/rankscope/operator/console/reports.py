@@ -59,7 +59,7 @@ class HangRow(msgspec.Struct):
     run: str
     headline: str
     began_unix_seconds: float  # the last step of any rank
-    made_unix_seconds: float
+    until_unix_seconds: float  # the end, or the last moment at which it was seen
     ended_unix_seconds: float | None  # null: it lasts, or its end was not seen
 
 
@@ -108,7 +108,7 @@ def _row(hang: pb.HangSummary) -> HangRow:
         run=printable(hang.run, NAME_CHARACTERS),
         headline=printable(hang.headline, HEADLINE_CHARACTERS),
         began_unix_seconds=hang.began_unix_nanos / 1e9,
-        made_unix_seconds=hang.made_unix_nanos / 1e9,
+        until_unix_seconds=hang.until_unix_nanos / 1e9,
         ended_unix_seconds=hang.ended_unix_nanos / 1e9 or None,
     )
 

@@ -15,7 +15,7 @@ import grpc
 import msgspec
 
 from rankscope.analysis.collectives.hang_report import Evidence, HangReport, make_hang_report
-from rankscope.analysis.verdicts.verdict import Kind, Severity
+from rankscope.analysis.verdicts.verdict import Kind
 from rankscope.common.audit import LOGGER, AuditRecord, audit_line
 from rankscope.common.run_names import run_labels, run_name
 from rankscope.common.text import one_line
@@ -43,6 +43,8 @@ Dump = Callable[[str], DumpStacksResponse]
 
 @dataclass
 class _Hang:
+    restarts: int  # of the job, before it
+    seen_unix_seconds: float  # the last window in which it stood
     is_taken: bool = False  # a report is being made, or is not needed
     report: HangReport | None = None
     ended_unix_seconds: float | None = None
@@ -79,6 +81,11 @@ class HangReporter:
     def stop(self) -> None:
         self._stopping.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            standing = list(self._hangs.values())
+        for hang in standing:
+            if hang.report is not None:
+                self._keep(hang, hang.report)  # with how long it had lasted
         self.store.close()
 
     def hangs_of(self, job: str) -> int:
@@ -89,21 +96,26 @@ class HangReporter:
     def __call__(self, states: tuple[JobState, ...]) -> None:
         with self._lock:
             present = {state.job: state for state in states}
-            for job in [job for job in self._hangs if _is_over(present.get(job))]:
-                self._end(self._hangs.pop(job))
+            for job, hang in list(self._hangs.items()):
+                ended_unix_seconds = _end_unix_seconds(hang, present.get(job))
+                if ended_unix_seconds is not None:
+                    self._end(self._hangs.pop(job), ended_unix_seconds)
             for job in self._totals.keys() - present.keys():
                 del self._totals[job]
             for state in states:
-                if state.verdict.kind is Kind.HANG and state.verdict.severity is Severity.ALARM:
+                if state.verdict.kind is Kind.HANG:
                     self._follow(state)
 
     def _follow(self, state: JobState) -> None:
         """A hang that has to wait for its report is tried again with the next windows."""
         hang = self._hangs.get(state.job)
         if hang is None:
-            hang = self._hangs[state.job] = _Hang()
+            hang = self._hangs[state.job] = _Hang(state.restarts, state.window_end_unix_seconds)
             self._totals[state.job] = self._totals.get(state.job, 0) + 1
             log.warning("%s hangs: %s", state.job, state.verdict.reason)
+        hang.seen_unix_seconds = state.window_end_unix_seconds
+        if hang.report is not None:
+            self.store.see(hang.report.id, hang.seen_unix_seconds)
         if hang.is_taken or self._under_way >= UNDER_WAY or not self._all.available(self._monotonic()) >= 1:
             return
         hang.is_taken = True
@@ -114,9 +126,9 @@ class HangReporter:
         self._under_way += 1
         self._pool.submit(self._report, state, hang)
 
-    def _end(self, hang: _Hang) -> None:
+    def _end(self, hang: _Hang, unix_seconds: float) -> None:
         """Reports that are still being made get their end when they are kept."""
-        hang.ended_unix_seconds = self._unix_seconds()
+        hang.ended_unix_seconds = unix_seconds
         if hang.report is not None:
             self._pool.submit(self._keep, hang, hang.report)
 
@@ -189,19 +201,29 @@ class HangReporter:
     def _keep(self, hang: _Hang, report: HangReport) -> None:
         with self._keeping:
             with self._lock:
-                hang.report = report = msgspec.structs.replace(report, ended_unix_seconds=hang.ended_unix_seconds)
+                seen = max(hang.seen_unix_seconds, report.made_unix_seconds)
+                hang.report = report = msgspec.structs.replace(
+                    report, seen_unix_seconds=seen, ended_unix_seconds=hang.ended_unix_seconds
+                )
             try:
                 self.store.keep(report)
             except OSError as error:
                 log.warning("the report of the hang of %s is not kept: %s; make room on the disk", report.run, error)
 
 
-def _is_over(state: JobState | None) -> bool:
-    """Not while the ranks cannot be seen for a moment."""
-    return state is None or state.verdict.kind not in (Kind.HANG, Kind.INSUFFICIENT_DATA)
+def _end_unix_seconds(hang: _Hang, state: JobState | None) -> float | None:
+    """None while it stands. The step that ends it has taken as long as the hang."""
+    if state is None or state.restarts != hang.restarts:
+        return hang.seen_unix_seconds
+    if state.verdict.kind is Kind.HANG:
+        return None
+    end, began = state.window_end_unix_seconds, hang.report.began_unix_seconds if hang.report else float("nan")
+    ends = (began + window.step_seconds.max for window in state.windows)
+    return min((moment for moment in ends if hang.seen_unix_seconds <= moment <= end), default=end)
 
 
 def _began_unix_seconds(state: JobState) -> float:
     """The last step of any rank."""
-    standing = [window.stall.seconds_since_step for window in state.windows if window.HasField("stall")]
-    return state.window_end_unix_seconds - min(standing) if standing else state.since_unix_seconds
+    stalled = [window for window in state.windows if window.HasField("stall")]
+    steps = (window.end_unix_nanos / 1e9 - window.stall.seconds_since_step for window in stalled)
+    return max(steps, default=state.since_unix_seconds)

@@ -123,6 +123,13 @@ class HangStore:
             self._kept[report.id] = (_summary(report), len(content))
             self._remove_oldest()
 
+    def see(self, report_id: str, unix_seconds: float) -> None:
+        """The hang stands. What is written knows it only when the report is kept again."""
+        with self._lock:
+            if report_id in self._kept:
+                report, size = self._kept[report_id]
+                self._kept[report_id] = msgspec.structs.replace(report, seen_unix_seconds=unix_seconds), size
+
     def summaries(self, is_wanted: Callable[[str], bool]) -> list[HangReport]:
         """Of runs with such names, without places and collectives; the latest first."""
         with self._lock:
@@ -140,6 +147,7 @@ class HangStore:
                     began_unix_nanos=int(report.began_unix_seconds * 1e9),
                     made_unix_nanos=int(report.made_unix_seconds * 1e9),
                     ended_unix_nanos=int((report.ended_unix_seconds or 0.0) * 1e9),
+                    until_unix_nanos=int(report.until_unix_seconds * 1e9),
                 )
                 for report in self.summaries(is_wanted)
             ]
@@ -156,7 +164,10 @@ class HangStore:
             except (OSError, msgspec.MsgspecError) as error:
                 log.warning("the report of a hang %s cannot be read: %s", report_id, error)
                 return None
-            return found if found.id == report_id else None
+            if found.id != report_id:
+                return None
+            summary, _ = self._kept[report_id]
+            return msgspec.structs.replace(found, seen_unix_seconds=summary.seen_unix_seconds)
 
     def _load(self) -> None:
         now = self._monotonic()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from rankscope.analysis.profiles.stack_groups import PLACES_NAMED
-from rankscope.analysis.verdicts.hang import find_hang
-from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
-from rankscope.analysis.verdicts.verdict import Kind, Verdict
-from rankscope.analysis.verdicts.windows import Stall
+from rankscope.analysis.verdicts.hang import HangWatch, find_hang
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import UNREADABLE, JobWindow, Stall, columns_of
 
 TORCH = "/venv/lib/python3.12/site-packages/torch"
 PYTHON = "/usr/lib/python3.12"
@@ -217,3 +218,148 @@ def test_many_places_are_cut_to_odd_and_largest_ones() -> None:
     assert verdict is not None
     assert verdict.reason.count(" in backward (") == PLACES_NAMED
     assert verdict.reason.endswith("44 ranks in backward (train.py:80), and 17 more places")
+
+
+# From the beginning of a hang to its end.
+
+DESTROYING = (f"destroy_process_group ({TORCH}/distributed/distributed_c10d.py:2146)", MAIN)
+EXITING = (f"_shutdown ({PYTHON}/threading.py:1624)",)
+LEAVING = (
+    replace(WAITING, phase="communication", stack=DESTROYING),
+    replace(WAITING, phase="other", stack=EXITING),
+    replace(WAITING, phase="other", stack=("Server.__del__ (/app/server.py:9)",)),
+    replace(WAITING, phase=UNREADABLE, stack=()),
+)
+HUNG = {0: WAITING, 1: WAITING, 2: WAITING, 3: IDLE}
+
+
+class Job:
+    """Four ranks, a window of a second after the other."""
+
+    def __init__(self) -> None:
+        self.watch = HangWatch()
+        self.since_seconds = 0.0
+
+    def show(
+        self,
+        stalls: Mapping[int, Stall | None],
+        seconds: int = 1,
+        departed: tuple[int, ...] = (),
+        steps: float | None = 0.0,
+    ) -> Verdict | None:
+        """The verdict after so many windows. `steps` of each rank that reports; None: they are not known."""
+        for _ in range(seconds):
+            self.since_seconds = 0.0 if steps else self.since_seconds + 1.0
+            aged = {
+                rank: stall and replace(stall, seconds_since_step=self.since_seconds)
+                for rank, stall in stalls.items()
+                if rank not in departed
+            }
+            columns = columns_of([{"rank": rank} | ({} if steps is None else {"steps": steps}) for rank in aged])
+            window = JobWindow(1000.0, 1.0, 4, columns, departed, stalls=lambda aged=aged: aged)
+            verdict = self.watch.observe(window, 0.1, DEFAULT_POLICY)
+        return verdict
+
+
+MOVING = dict.fromkeys(range(4))
+
+
+def test_a_hang_stands_until_a_step_ends_whatever_is_seen_meanwhile() -> None:
+    job = Job()
+    begun = job.show(HUNG, 8)
+    assert begun is not None and begun.culprits == (3,)
+    moved = replace(IDLE, stack=("elsewhere (/app/other.py:1)",), same_stack_looks=1, is_working=True)
+    flickers: tuple[Mapping[int, Stall | None], ...] = ({**HUNG, 3: moved}, {**HUNG, 0: None}, MOVING, {})
+    for stalls in flickers:
+        standing = job.show(stalls, 3)
+        assert standing is not None
+        assert (standing.culprits, standing.cause) == ((3,), begun.cause)
+    assert job.show(HUNG) == replace(begun, reason=begun.reason.replace("for 8 s", "for 21 s"))
+    assert job.show(MOVING, steps=1.0) is None
+    assert job.show(HUNG, 5) is None, "a new hang needs its time again"
+
+
+def test_a_hang_without_step_records_ends_when_ranks_keep_moving() -> None:
+    job = Job()
+    begun = job.show(HUNG, 8, steps=None)
+    assert begun is not None
+    assert (begun.severity, begun.confidence) == (Severity.WARNING, Confidence.LOW)
+    assert job.show(MOVING, 5, steps=None) is not None, "it is being ended, perhaps"
+    assert job.show({**MOVING, 1: WAITING}, steps=None) is not None
+    assert job.show(MOVING, 5, steps=None) is not None
+    assert job.show(MOVING, 1, steps=None) is None
+
+
+def test_a_hang_of_ranks_with_steps_is_an_alarm() -> None:
+    verdict = Job().show(HUNG, 8)
+    assert verdict is not None
+    assert (verdict.severity, verdict.confidence) == (Severity.ALARM, Confidence.HIGH)
+
+
+def test_ranks_that_end_during_a_hang_leave_its_culprit_and_cause() -> None:
+    job = Job()
+    begun = job.show(HUNG, 12)
+    assert begun is not None
+    left: tuple[int, ...] = ()
+    for rank, stall in ((3, LEAVING[0]), (0, LEAVING[1]), (1, LEAVING[3])):
+        leaving = job.show({**HUNG, rank: stall}, 2, departed=left)
+        left = tuple(sorted((*left, rank)))
+        ended = job.show(HUNG, 8, departed=left)
+        for standing in (leaving, ended):
+            assert standing is not None
+            assert (standing.culprits, standing.cause) == (begun.culprits, begun.cause)
+
+
+def test_better_evidence_refines_a_hang_until_it_is_old() -> None:
+    unknown = {rank: replace(stall, phase=None, stack=(), collectives_enqueued=66) for rank, stall in HUNG.items()}
+    job = Job()
+    begun = job.show(unknown, 7)
+    assert begun is not None and begun.culprits == ()
+    refined = job.show(HUNG)
+    assert refined is not None and refined.culprits == (3,)
+    cleaning = replace(IDLE, stack=("clean_up (/app/train.py:99)", MAIN))
+    unsteady = job.show({**HUNG, 3: replace(cleaning, same_stack_looks=1)})
+    assert unsteady is not None and unsteady.cause == refined.cause
+    old = job.show(HUNG, round(FIXED.hang_refined_seconds))
+    late = job.show({**HUNG, 3: cleaning})
+    assert old is not None and late is not None and late.cause == old.cause
+
+
+@pytest.mark.parametrize("leaving", LEAVING)
+def test_ranks_that_tear_down_or_exit_do_not_hang(leaving: Stall) -> None:
+    job = Job()
+    everywhere = dict.fromkeys(range(4), leaving)
+    assert job.show(everywhere, round(FIXED.hang_leaving_seconds) - 1) is None
+    assert job.show(everywhere, 30, departed=(0, 1, 2)) is None, "one after the other"
+
+
+def test_a_teardown_that_never_ends_is_a_hang() -> None:
+    """As NCCL's may be."""
+    stalls = dict.fromkeys(range(4), replace(LEAVING[0], collectives_enqueued=None))
+    verdict = Job().show(stalls, round(FIXED.hang_leaving_seconds) + 1)
+    assert verdict is not None and verdict.culprits == ()
+
+
+def test_a_rank_that_leaves_early_while_others_wait_is_named() -> None:
+    """Its data ended before that of the others."""
+    verdict = Job().show({**HUNG, 3: replace(LEAVING[0], collectives_enqueued=None)}, 8)
+    assert verdict is not None
+    assert verdict.culprits == (3,)
+
+
+def test_ranks_that_leave_one_after_the_other_end_the_job() -> None:
+    job = Job()
+    job.show(MOVING, steps=1.0)
+    for departed in ((), (3,), (1, 3), (0, 1, 3)):
+        assert job.show(HUNG, 5, departed=departed) is None
+    assert job.show(HUNG, 100, departed=(0, 1, 3)) is None, "most have left"
+
+
+def test_those_who_wait_long_for_a_rank_that_ended_hang() -> None:
+    job = Job()
+    job.show(MOVING, steps=1.0)
+    assert job.show(HUNG, 4) is None
+    assert job.show(HUNG, 6, departed=(3,)) is None
+    verdict = job.show(HUNG, departed=(3,))
+    assert verdict is not None
+    assert (verdict.culprits, verdict.cause.phase) == ((3,), "ended")

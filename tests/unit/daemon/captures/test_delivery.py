@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.orders import CaptureError, NoStepsError, Recording
 from rankscope.daemon.captures.processing import delivery
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.processing.messages import RankResult, leave, result_file
@@ -107,11 +107,13 @@ def test_what_was_done_before_the_process_died_counts(store: Store, monkeypatch:
         (folder / "rank0.json.gz").write_bytes(gzip.compress(b"{}"))
         leave(result_file(folder, 0), RankResult(0, steps=2))
         result_file(folder, 1).write_bytes(b'{"rank": 1, "steps": "../')
+        leave(result_file(folder, 3), RankResult(3, error="the trace is empty", is_empty=True))
         raise CaptureError(f"{what} failed (signal 11): no message")
 
     monkeypatch.setattr(delivery, "run_module", die)
-    delivered = _deliver(LocalArchive(store, "n"), [b"", b"", b""], 2)
+    delivered = _deliver(LocalArchive(store, "n"), [b"", b"", b"", b""], 2)
     assert isinstance(delivered[0], Delivered) and delivered[0].steps == 2
+    assert isinstance(delivered[3], NoStepsError), "stacks are recorded instead"
     for rank in (1, 2):
         assert (
             str(delivered[rank]) == f"rank {rank} (pid 900{rank}): working on the traces failed (signal 11): no message"

@@ -17,7 +17,16 @@ import pytest
 
 from rankscope.daemon.captures import probe_backend
 from rankscope.daemon.captures import probe_commands as commands
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Options, Order, Recording, Stage, Workspace
+from rankscope.daemon.captures.orders import (
+    CancelledError,
+    CaptureError,
+    NoStepsError,
+    Options,
+    Order,
+    Recording,
+    Stage,
+    Workspace,
+)
 from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.captures.probe_commands import take_apart
 from rankscope.daemon.procfs import read_stat
@@ -225,7 +234,9 @@ def test_a_rank_that_times_out_is_reported_and_dropped(
 
     monkeypatch.setattr(commands, "write_command", write_command)
     capture = Capture(tmp_path, order(patience_seconds=0.5))
-    assert words in str(capture.end())
+    error = capture.end()
+    assert words in str(error)
+    assert isinstance(error, NoStepsError) is words.startswith("no step"), "stacks are recorded instead"
     assert [command.verb for command in written] == [ring_layout.VERB_CAPTURE, ring_layout.VERB_DROP]
 
 

@@ -11,7 +11,15 @@ import pytest
 
 from rankscope.common.rank_selection import Suspected
 from rankscope.daemon.captures import runner as runner_module
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage, Workspace
+from rankscope.daemon.captures.orders import (
+    CancelledError,
+    CaptureError,
+    NoStepsError,
+    Order,
+    Recording,
+    Stage,
+    Workspace,
+)
 from rankscope.daemon.captures.records import Delivered, Recorded
 from rankscope.daemon.captures.runner import MAX_PROCESSES, CaptureRunner, LearnedSteps
 from rankscope.daemon.samples import RankProcess
@@ -33,6 +41,7 @@ class ScriptedBackend:
     gate: threading.Event | None = None  # records only when this is set
     orders: list[Order] = field(default_factory=list)
     keeps_schedules: bool = False
+    needs_steps: bool = True
     blocked: dict[int, threading.Event] = field(default_factory=dict)  # ranks that answer nobody until then
 
     def objection(self, process: RankProcess) -> str | None:
@@ -60,6 +69,7 @@ class MemoryArchive:
     whole_steps: list[int] = field(default_factory=lambda: [9])  # of each delivery
     step_seconds: float = 0.1
     refused: dict[int, str] = field(default_factory=dict)
+    empty: set[int] = field(default_factory=set)  # at first
     saved: list[pb.Capture] = field(default_factory=list)
     cleaned: list[str] = field(default_factory=list)
     known: Sequence[pb.Capture] = ()
@@ -91,7 +101,10 @@ class MemoryArchive:
             return
         whole = self.whole_steps.pop(0) if len(self.whole_steps) > 1 else self.whole_steps[0]
         for number in recorded:
-            if number in self.refused:
+            if number in self.empty:
+                self.empty.remove(number)
+                yield number, NoStepsError("the trace is empty")
+            elif number in self.refused:
                 yield number, CaptureError(self.refused[number])
             else:
                 yield (
@@ -247,6 +260,42 @@ def test_a_schedule_goes_to_a_backend_that_keeps_it(archive: MemoryArchive) -> N
     assert "recorded once, from the start on: by best, and it knows no --wait" in capture.ranks[1].notes[1]
     plain = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1)))
     assert [(entry.backend, list(entry.notes)) for entry in plain.ranks] == [("best", [])] * 2
+
+
+def test_stacks_are_recorded_of_ranks_that_make_no_steps(archive: MemoryArchive) -> None:
+    best, stacks = ScriptedBackend("best"), ScriptedBackend("stacks", needs_steps=False)
+    still = {0: 34.0, 1: 90.0}
+    conducted = CaptureRunner(
+        "n", [best, stacks], archive, lambda: [rank(0), rank(1), rank(2)], stalled_seconds=lambda r: still.get(r.rank)
+    )
+    timed = ended(conducted, conducted.start(pb.StartCaptureRequest(seconds=2)))
+    assert [entry.backend for entry in timed.ranks] == ["stacks", "stacks", "best"]
+    assert list(timed.ranks[0].notes) == ["not by best: no step has ended for 34 s"]
+    counted = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=3)))
+    assert [entry.backend for entry in counted.ranks] == ["best", "stacks", "best"], "steps are awaited for a while"
+
+
+def test_a_recording_without_steps_is_followed_by_stacks(archive: MemoryArchive) -> None:
+    best = ScriptedBackend("best", failing={0: NoStepsError("no step has ended")})
+    stacks = ScriptedBackend("stacks", needs_steps=False)
+    archive.empty = {1}
+    conducted = CaptureRunner("n", [best, stacks], archive, lambda: [rank(0), rank(1), rank(2)])
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(seconds=2)))
+    assert [(entry.backend, list(entry.notes)) for entry in capture.ranks] == [
+        ("stacks", ["not by best: no step has ended"]),
+        ("stacks", ["not by best: the trace is empty"]),
+        ("best", []),
+    ]
+    assert [entry.state for entry in capture.ranks] == [pb.CAPTURE_STATE_ANALYSED] * 3
+    assert [order.rank.rank for order in stacks.orders] == [0, 1]
+
+
+def test_without_stacks_a_rank_without_steps_delivers_nothing(archive: MemoryArchive) -> None:
+    archive.empty = {0}
+    stacks = ScriptedBackend("stacks", unsuited=frozenset({0}), needs_steps=False)
+    conducted = CaptureRunner("n", [ScriptedBackend("best"), stacks], archive, lambda: [rank(0)])
+    (entry,) = ended(conducted, conducted.start(pb.StartCaptureRequest(seconds=2))).ranks
+    assert (entry.state, entry.error) == (pb.CAPTURE_STATE_FAILED, "the trace is empty; stacks: not this one")
 
 
 def test_a_rank_is_captured_once_at_a_time(archive: MemoryArchive) -> None:

@@ -245,6 +245,7 @@ def test_each_hostile_recording_is_refused_with_its_reason(tmp_path: Path) -> No
     for rank, reason in enumerate(hostile):
         assert reason in processed.result(rank).error
         assert not (tmp_path / f"rank{rank}.json.gz").exists()
+        assert processed.result(rank).is_empty is reason.startswith("the trace is empty")
     for rank in (*strange, 99):
         assert processed.result(rank).error == ""
         assert processed.artifact(rank)["rankscope"]["job"] == "j"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,21 @@ import pytest
 
 from rankscope.analysis.collectives.flight_recorder.tail import make_tail
 from rankscope.analysis.collectives.hang_report import HangReport
-from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
 from rankscope.operator.correlation import hang_reporter, hang_store
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.correlation.hang_reporter import REPORTS_OF_A_JOB, HangReporter
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.profile_service_pb2 import DumpStacksResponse, FlightRecorderTail, RankStack
-from rankscope.v1.window_pb2 import RankWindow, Stall
+from rankscope.v1.window_pb2 import RankWindow, Stall, StepStatistics
 from tests.support.audit_records import Audited
 from tests.support.waiting import wait_until
 from tests.unit.analysis.collectives.flight_recorder.made_dumps import hung_job
 
 HANG = Verdict(Kind.HANG, "no rank has advanced for 35 s", Severity.ALARM, culprits=(1,))
 HEALTHY = Verdict(Kind.HEALTHY, "all ranks keep up")
-UNSEEN = Verdict(Kind.INSUFFICIENT_DATA, "no windows")
+MOVING = Verdict(Kind.INSUFFICIENT_DATA, "moving again; no window compared yet")
 IN_TORCH = "all_reduce (/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py:99)"
 ANSWER = DumpStacksResponse(
     ranks=[RankStack(rank=0, frames=[IN_TORCH, "main (train.py:1)"]), RankStack(rank=1, frames=["save (ckpt.py:51)"])]
@@ -55,6 +56,7 @@ class Watched:
             RankWindow(
                 identity=RankIdentity(job=job, rank=rank),
                 stall=Stall(seconds_since_step=stalled_seconds + rank),
+                end_unix_nanos=round(self.now * 1e9),
             )
             for rank in range(2)
         ]
@@ -81,31 +83,51 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     made.reporter.stop()
 
 
-def test_a_lasting_hang_is_reported_once_and_gets_its_end(watched: Watched) -> None:
+def test_a_lasting_hang_is_reported_once_with_its_length_so_far(watched: Watched) -> None:
     report = watched.hang("lab/llama")
     assert report.id.startswith("lab/h-") and report.run == "lab/llama"
     assert report.headline == "rank 1 in save (ckpt.py:51), rank 0 in all_reduce (train.py:1)"
     assert (report.began_unix_seconds, report.made_unix_seconds, report.ended_unix_seconds) == (9965, 10_000, None)
-    for verdict in (HANG, UNSEEN, HANG):
-        watched.now += 2
-        watched.show(watched.state(verdict, "lab/llama", watched.now - 9965))
+    for _ in range(3):
+        watched.now += 20
+        watched.show(watched.state(HANG, "lab/llama", watched.now - 9965))
     assert (watched.asked, watched.reporter.hangs_of("lab/llama")) == (["lab/llama"], 1)
-    watched.now += 2
-    watched.show(watched.state(HEALTHY, "lab/llama"))
-    wait_until(lambda: watched.kept()[0].ended_unix_seconds == watched.now)
     found = watched.store.find(report.id)
-    assert found is not None and found.places == report.places
-    watched.now += 100
-    watched.hang("lab/llama", count=2)
-    assert watched.reporter.hangs_of("lab/llama") == 2
+    assert found is not None and (found.seconds, found.ended_unix_seconds, found.places) == (95, None, report.places)
     watched.show()
     assert watched.reporter.hangs_of("lab/llama") == 0, "a job that is gone takes no memory"
 
 
-def test_a_warning_is_no_report(watched: Watched) -> None:
-    watched.show(watched.state(Verdict(Kind.HANG, "perhaps", Severity.WARNING)))
-    watched.hang("other")
-    assert watched.asked == ["other"]
+def test_the_step_that_ends_a_hang_says_how_long_it_was(watched: Watched) -> None:
+    report = watched.hang()
+    watched.now += 20
+    watched.show(watched.state(HANG, stalled_seconds=55.0))
+    watched.now += 2
+    window = RankWindow(step_seconds=StepStatistics(max=56.25))
+    watched.show(replace(watched.state(MOVING), windows=[RankWindow(), window]))
+    wait_until(lambda: watched.kept()[0].ended_unix_seconds is not None)
+    watched.now += 100
+    watched.show(watched.state(HEALTHY))
+    found = watched.store.find(report.id)
+    assert found is not None and (found.seconds, found.places) == (56.25, report.places)
+    watched.hang(count=2)
+    assert watched.reporter.hangs_of("llama") == 2
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_job_that_ends_or_restarts_ends_its_hang_with_its_last_window(watched: Watched, restarts: int) -> None:
+    watched.hang()
+    watched.now += 20
+    watched.show(watched.state(HANG, stalled_seconds=55.0))
+    watched.now += 90
+    watched.show(*[replace(watched.state(MOVING), restarts=restarts)] * restarts)
+    wait_until(lambda: watched.kept()[0].ended_unix_seconds == 10_020)
+    assert watched.kept()[0].seconds == 55
+
+
+def test_a_hang_of_low_confidence_has_a_report_too(watched: Watched) -> None:
+    watched.show(watched.state(replace(HANG, severity=Severity.WARNING, confidence=Confidence.LOW)))
+    wait_until(lambda: watched.asked == ["llama"])
 
 
 def test_flight_recorders_of_ranks_are_matched_and_missing_ones_named(watched: Watched) -> None:
@@ -206,7 +228,7 @@ def test_a_restart_lists_reports_and_repeats_no_lasting_one(tmp_path: Path) -> N
     report = first.hang()
     first.reporter.stop()
     again = Watched(tmp_path)
-    assert [one.id for one in again.kept()] == [report.id]
+    assert [(one.id, one.seconds) for one in again.kept()] == [(report.id, 35)]
     again.now += 30
     again.show(again.state(HANG, stalled_seconds=65.0))
     again.hang("other")

@@ -321,6 +321,7 @@ def seconds_to_record(order: Order) -> float:
 
 class KinetoBackend:
     name = "kineto"
+    needs_steps = True
     keeps_schedules = False  # libkineto's configuration is for one window
 
     def __init__(self, endpoint: Endpoint, proc_root: Path = Path("/proc")) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from rankscope.common.object_store import shown
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording, Workspace
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, NoStepsError, Recording, Workspace
 from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing import messages as records
 from rankscope.daemon.captures.processing.sandbox import MemoryShares, run_module
@@ -191,7 +191,7 @@ class LocalArchive:
             kind = CancelledError if isinstance(crash, CancelledError) else CaptureError
             raise kind(f"{who}: {crash or 'its trace was left without an answer; please report this'}")
         if result.error:
-            raise CaptureError(f"{who}: {result.error}")
+            raise (NoStepsError if result.is_empty else CaptureError)(f"{who}: {result.error}")
         artifact = Path(job.artifact)
         try:
             size = self._store.keep(capture_id, artifact, artifact.name) if keeps_artifact else 0

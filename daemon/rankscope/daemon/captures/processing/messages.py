@@ -58,6 +58,7 @@ class WindowResult(msgspec.Struct, frozen=True):
 class RankResult(msgspec.Struct):
     rank: int
     error: str = ""
+    is_empty: bool = False  # the error is that the process ran nothing
     notes: list[str] = msgspec.field(default_factory=list)
     start_unix_millis: int | None = None
     steps: int | None = None  # in the artifact

@@ -28,6 +28,10 @@ class RefusedError(Exception):
     """Why a recording is refused."""
 
 
+class EmptyTraceError(RefusedError):
+    pass
+
+
 @dataclass(frozen=True)
 class Checked:
     """What stays in memory of a recording until those of all ranks have been read."""
@@ -86,7 +90,7 @@ def _check_end(path: Path) -> None:
 def _check_process(trace: Trace, pid: int) -> None:
     processes, counts = np.unique(trace.process[trace.of(*_HOST)], return_counts=True)
     if not len(processes):
-        raise RefusedError("the trace is empty: the process ran no torch operator meanwhile; is it training?")
+        raise EmptyTraceError("the trace is empty: the process ran no torch operator meanwhile; is it training?")
     found = int(processes[counts.argmax()])
     if found != pid:
         raise RefusedError(f"the file is a trace of process {found}, not of {pid} as the process is called; not kept")

@@ -48,7 +48,14 @@ from rankscope.daemon.captures.processing.messages import (
     result_file,
 )
 from rankscope.daemon.captures.processing.sandbox import confine
-from rankscope.daemon.captures.processing.trace_check import SURPRISES, Checked, RefusedError, blocks, check
+from rankscope.daemon.captures.processing.trace_check import (
+    SURPRISES,
+    Checked,
+    EmptyTraceError,
+    RefusedError,
+    blocks,
+    check,
+)
 
 _SUMS = (
     "span_seconds",
@@ -188,7 +195,7 @@ def main(folder: Path) -> None:
                 continue
             answer = _keep_stacks(one)
         except RefusedError as refusal:
-            answer = RankResult(one.rank, error=str(refusal))
+            answer = _refused(one, refusal)
         leave(result_file(folder, one.rank), answer)
     plan = _plan(job, checked)
     essences: dict[int, _Essence] = {}
@@ -200,11 +207,15 @@ def main(folder: Path) -> None:
             if essence is not None:
                 essences[one.rank] = essence
         except RefusedError as refusal:
-            answer = RankResult(one.rank, error=str(refusal))
+            answer = _refused(one, refusal)
         leave(result_file(folder, one.rank), answer)
     joined = _join(essences)
     if joined is not None:
         leave(join_file(folder), joined)
+
+
+def _refused(one: RankJob, refusal: RefusedError) -> RankResult:
+    return RankResult(one.rank, error=str(refusal), is_empty=isinstance(refusal, EmptyTraceError))
 
 
 @dataclass(frozen=True)
