@@ -147,7 +147,7 @@ def test_spawned_ranks_are_one_run_without_launcher_and_workers(tmp_path: Path) 
         assert launcher.pid not in {rank.pid for rank in ranks}
 
 
-def test_ranks_that_a_script_puts_into_its_environment_are_one_run(tmp_path: Path) -> None:
+def test_ranks_that_a_script_exports_are_one_run(tmp_path: Path) -> None:
     port = str(free_port())
     with training(tmp_path, (port, "0"), (port, "1")) as processes:
         ranks = [rank for process in processes for rank in ours(process.pid)]

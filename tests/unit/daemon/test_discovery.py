@@ -314,7 +314,7 @@ def test_a_ring_cannot_take_the_rank_of_another_user(proc: FakeProc, rings: Ring
     assert jobs == {41: "10.0.0.1:29500", 42: "10.0.0.1:29500", 43: "10.0.0.1:29500@uid2000"}
 
 
-def test_ranks_of_a_store_that_has_no_name_are_not_joined(proc: FakeProc, rings: Rings) -> None:
+def test_ranks_of_a_nameless_store_are_not_joined(proc: FakeProc, rings: Rings) -> None:
     for rank in range(2):
         proc.add(41 + rank)
         rings[41 + rank] = group(rank, store=f"pid:{41 + rank}")

@@ -45,7 +45,7 @@ def test_a_non_python_process_is_read_rarely_from_the_start(proc: FakeProc, read
     assert reads[60] > 8, "a Python process may make a ring at any time"
 
 
-def test_a_ring_of_an_old_process_is_seen_in_the_next_scan(proc: FakeProc, reads: Counter[int]) -> None:
+def test_the_ring_of_an_old_process_is_seen_soon(proc: FakeProc, reads: Counter[int]) -> None:
     """However long it started, and whatever it was before: a shell that execs, a program with Python inside."""
     crowd = range(1000, 1000 + 2 * RING_LOOKS_PER_SCAN)
     for pid in (50, *crowd):
@@ -107,7 +107,7 @@ class Machine:
         return [rank.pid for rank in ranks]
 
 
-def test_a_process_that_computes_with_torch_is_a_run_of_one_rank(proc: FakeProc) -> None:
+def test_a_process_that_computes_with_torch_is_a_run(proc: FakeProc) -> None:
     machine = Machine(proc)
     assert machine.run(4, {50: 0.9}) == [], "importing torch takes CPU time, too"
     assert machine.run(20, {50: 0.9}) == [50]

@@ -180,7 +180,7 @@ def test_a_file_without_a_header_makes_no_rank(size: int) -> None:
         assert ring_reader.find_ring(RingSearch(f"/proc/{os.getpid()}")) is None
 
 
-def test_facts_that_cannot_be_read_leave_a_ring_without_a_group(writer: Writer) -> None:
+def test_unreadable_facts_leave_a_ring_without_a_group(writer: Writer) -> None:
     search = RingSearch(f"/proc/{os.getpid()}")
     writer.rewrite_facts(json.dumps({"rank": 1, "world_size": 2, "store": "\x1b[31m" + "x" * 2000}).encode())
     ring = ring_reader.find_ring(search)

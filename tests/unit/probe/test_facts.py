@@ -55,7 +55,7 @@ def facts_of_group(store: Any) -> dict[str, Any]:
     return Facts(SimpleNamespace(__version__="2.11", distributed=distributed, cuda=cuda)).gather()
 
 
-def test_a_group_is_named_after_the_store_where_its_ranks_met() -> None:
+def test_a_group_has_the_name_of_its_store() -> None:
     tcp = SimpleNamespace(host="localhost", port=29500)
     for wrapped in (tcp, SimpleNamespace(underlying_store=SimpleNamespace(underlying_store=tcp))):
         found = facts_of_group(wrapped)
@@ -64,7 +64,7 @@ def test_a_group_is_named_after_the_store_where_its_ranks_met() -> None:
     assert facts_of_group(SimpleNamespace())["store"] == f"pid:{os.getpid()}"
 
 
-def test_the_gpu_in_use_is_the_local_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_the_gpu_is_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert facts_of_group(SimpleNamespace())["local_rank"] == 3
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -134,6 +134,8 @@ def _problem(
         return None
     visible = visible_gpus(rank.environment, gpus) or ()
     hidden = used[0] not in visible and not any(gpu.uuid == used[0].parent_uuid for gpu in visible)
+    if rank.world_size == 1 and not hidden:
+        return None  # alone, it may choose any GPU
     said = "its environment hides that GPU" if hidden else f"local rank {rank.local_rank} would be GPU {claimed.index}"
     text = (
         f"{who} runs on GPU {used[0].index} ({used[0].uuid}), but {said}; check CUDA_VISIBLE_DEVICES and the script's "

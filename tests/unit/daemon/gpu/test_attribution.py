@@ -51,6 +51,14 @@ def test_only_a_gpu_with_two_ranks_is_shared() -> None:
     assert kinds(found) == [None, "gpu_mismatch", None]  # rank 1 would be on GPU 1; for rank 2 nothing can be said
 
 
+def test_a_process_alone_may_use_any_gpu_it_sees() -> None:
+    alone = replace(rank(0), world_size=1)
+    confined = replace(rank(0, CUDA_VISIBLE_DEVICES="0"), world_size=1)
+    gpus = (gpu_makers.gpu(0), gpu_makers.gpu(1, alone.pid))
+    assert kinds(attributed([alone], *gpus)) == [None]
+    assert kinds(attributed([confined], *gpus)) == ["gpu_mismatch"]
+
+
 def test_a_rank_on_several_gpus_has_all_and_a_problem() -> None:
     ranks = [rank(0), rank(1)]
     found = attributed(ranks, gpu_makers.gpu(0, ranks[0].pid, ranks[1].pid), gpu_makers.gpu(1, ranks[1].pid))
