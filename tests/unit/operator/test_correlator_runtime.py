@@ -171,7 +171,7 @@ def test_a_restart_continues_a_capture_and_lists_what_ended(tmp_path: Path, daem
 def test_an_alert_captures_a_run_of_any_name_once(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
     with correlator(tmp_path, daemons) as runtime:
         all_report(runtime)
-        wanted = Wanted(RUN, (0, 3), frozenset({3}), True, "RankscopeStragglerRank", "firing-1")
+        wanted = Wanted(RUN, (0, 3), frozenset({3}), "RankscopeStragglerRank", "firing-1")
         name = runtime._capture(wanted)
         assert name.startswith("exp-3-10-2-alert-")
         assert runtime._capture(wanted) == name

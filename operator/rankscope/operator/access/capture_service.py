@@ -54,6 +54,9 @@ def answer(thing: CaptureObject, details: Mapping[str, pb.Capture] | None = None
     )
     if isinstance(status.start_skew_ms, float):
         capture.start_skew_millis = status.start_skew_ms
+    judged = next((one for one in (details or {}).values() if one.HasField("verdict")), None)
+    if judged is not None:
+        capture.verdict.CopyFrom(judged.verdict)
     said = [one for one in (details or {}).values() if one.HasField("join")]
     if len(said) == 1 and len({rank.node for rank in status.ranks}) == 1:
         capture.join.CopyFrom(said[0].join)
