@@ -93,6 +93,45 @@ def test_signals_are_forwarded_and_missing_ranks_are_explained(tmp_path: Path) -
     assert "no rank was seen" in stderr
 
 
+def top(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [*MAIN, "top", "--once", "--json", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+
+
+def test_another_terminal_finds_the_run_with_its_own_ranks_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    end = tmp_path / "STOP"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    variables = os.environ | {"JOB_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def start(run_id: str) -> subprocess.Popen[str]:
+        command = [*RUN, "--", *torchrun, "--rdzv-id", run_id, str(SCRIPT)]
+        return subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def runs(*words: str) -> list[str]:
+        shown = top(*words)
+        return [entry["run"] for entry in json.loads(shown.stdout)["runs"]] if shown.returncode == 0 else []
+
+    first, second = start("first"), None
+    try:
+        wait_until(lambda: runs() == ["first"], lambda: str(top()))
+        second = start("second")
+        wait_until(lambda: "2 servers of yours run on this machine" in top().stderr, lambda: str(top()))
+        listed = dict(re.findall(r"--connect (\S+)  .*--rdzv-id (\w+)", top().stderr))
+        assert set(listed.values()) == {"first", "second"}
+        for target, run_id in listed.items():
+            wait_until(lambda: runs("--connect", target) == [run_id], lambda: str(top("--connect", target)))  # noqa: B023
+    finally:
+        end.touch()
+        for running in filter(None, (first, second)):
+            running.communicate(timeout=PATIENCE_SECONDS)
+    assert "no daemon at" in top().stderr
+    assert list(tmp_path.glob("rankscope/servers/*")) == []
+
+
 def test_without_a_command_the_next_step_is_shown() -> None:
     done = subprocess.run(RUN, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,10 +26,12 @@ from rankscope.analysis.verdicts.verdict import gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.job_tables import MARKS
 from rankscope.cli.messages import CommandError, Exit, refuse, to_stderr
-from rankscope.cli.options import add_options
+from rankscope.cli.options import add_options, add_output_argument
 from rankscope.cli.output_file import write_output
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json
-from rankscope.cli.standalone import Standalone, private_config
+from rankscope.cli.server_notes import announced
+from rankscope.cli.slow_capture import SlowCapture, default_folder
+from rankscope.cli.standalone import COMMAND_VARIABLE, Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon import procfs
 from rankscope.daemon.server.sockets import ListenError
@@ -36,8 +39,6 @@ from rankscope.operator.correlation.correlator import JobState
 
 log = logging.getLogger(__name__)
 
-# Marks the processes of this command among all ranks of the machine: every child inherits it.
-MARK = "RANKSCOPE_COMMAND"
 HANDLER_DELAY_SECONDS = 0.5  # at most
 # The terminal sends these to the command itself.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
@@ -51,11 +52,12 @@ _EPILOG = """\
 examples:
   rankscope run -- torchrun --nproc-per-node 8 train.py
   rankscope run --summary after.json -- torchrun --nproc-per-node 8 train.py
+  rankscope run --capture-when-slow -o traces/ -- torchrun --nproc-per-node 8 train.py
   rankscope compare before.json after.json --max-regression 5%
 
 The command's output, signals and exit status pass through unchanged. A line appears on stderr when the verdict
-changes, and a card at the end. While it runs, `rankscope top --connect` shows the ranks (the address is printed
-first).
+changes, and a card at the end. While it runs, `rankscope top` in another terminal shows the ranks, and `rankscope
+capture` records them.
 """
 
 
@@ -66,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--summary", type=Path, metavar="FILE", help="write what was measured as JSON, for `rankscope compare`"
     )
     add_options(parser, "--html")
+    parser.add_argument(
+        "--capture-when-slow",
+        action="store_true",
+        help="capture the slow rank and a peer once, when an alarm stands (docs/captures.md)",
+    )
+    add_output_argument(parser, "DIR", "download that capture into this directory (default: rankscope-capture-TIME)")
     parser.add_argument("--quiet", action="store_true", help="print the card only")
     parser.add_argument("--no-probe", action="store_true", help="do not load the probe; stacks and counters only")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, with arguments")
@@ -79,16 +87,24 @@ def run(arguments: argparse.Namespace) -> int:
     watch = CommandWatch(quiet=arguments.quiet)
     began = time.monotonic()
     status: int | None = None
+    slow_capture: SlowCapture | None = None
     try:
         with ExitStack() as stack:
             private = tempfile.TemporaryDirectory(prefix="rankscope-run-", ignore_cleanup_errors=True)
             folder = stack.enter_context(private)
-            standalone = Standalone(private_config(folder))
+            standalone = Standalone(private_config(folder), command_mark=watch.mark)
             standalone.correlator.listen(watch)
+            if arguments.capture_when_slow:
+                folder_of_capture = arguments.output or default_folder()
+                slow_capture = SlowCapture(lambda: standalone.addresses.grpc_targets[0], folder_of_capture)
+                standalone.correlator.listen(slow_capture)
             try:
                 stack.enter_context(standalone)
             except ListenError as error:
                 return refuse(str(error), Exit.FAILED)
+            if slow_capture is not None:
+                stack.enter_context(slow_capture)
+            stack.enter_context(announced(standalone.addresses.grpc_targets, shlex.join(command)))
             if not arguments.quiet:
                 target = standalone.addresses.grpc_targets[0]
                 to_stderr(f"rankscope: watching; in another terminal: rankscope top --connect {target}")
@@ -98,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
                 to_stderr(f"error: {command[0]}: {error.strerror}; is it installed, and on the PATH?")
                 return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
         _show_and_write(arguments, command, watch.jobs, status, time.monotonic() - began)
+        if slow_capture is not None:
+            to_stderr(f"capture  {slow_capture.line}")
     except Exception:
         if status is None:
             raise
@@ -121,7 +139,7 @@ def _show_and_write(
 
 def _run_command(command: Sequence[str], mark: str, *, probe: bool) -> int:
     """The exit status, or minus the signal that ended it."""
-    environment = {**os.environ, **(probe_environment() if probe else {}), MARK: mark}
+    environment = {**os.environ, **(probe_environment() if probe else {}), COMMAND_VARIABLE: mark}
     pending: list[int] = []
     with _handled(lambda number, _: pending.append(number)):
         process = subprocess.Popen(command, env=environment)
@@ -204,7 +222,7 @@ class CommandWatch:
         if not pid or (state.job, pid) in self._others:
             return False
         try:
-            if procfs.Environment(f"/proc/{pid}").get(MARK) == self.mark:
+            if procfs.Environment(f"/proc/{pid}").get(COMMAND_VARIABLE) == self.mark:
                 return True
         except OSError:
             return False
