@@ -273,7 +273,8 @@ def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
         head += f"; it is {state_word(capture.state)}"
     lines = [Text(f"{head}.", style="bold green" if complete else "bold")]
     lines += [Text(_sentence(text)) for text in findings(capture)]
-    if capture.HasField("verdict") and delivered(capture) and (what := advice(verdict_of(capture.verdict))):
+    what = advice(verdict_of(capture.verdict)) if capture.HasField("verdict") and delivered(capture) else ""
+    if what and "rankscope capture" not in what:  # this is the capture
         lines.append(Text(f"Try: {printable(what)}"))
     lines += [Text(_sentence(f"warning: {text}"), style="yellow") for text in slowdowns(capture)]
     noted = notes(capture)

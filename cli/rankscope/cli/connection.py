@@ -125,8 +125,8 @@ def _local_target() -> str:
     check_owner(path.parent)
     servers = [] if _is_served(str(path)) else running_servers()
     if len(servers) > 1:
-        listed = "".join(f"\n  --connect {server.target}  {server.command}" for server in servers)
-        raise EndpointError(f"{len(servers)} servers of yours run on this machine; name one of them:{listed}")
+        listed = ", ".join(f"--connect {server.target} ({server.command})" for server in servers)
+        raise EndpointError(f"{len(servers)} servers of yours run on this machine; name one of them: {listed}")
     return servers[0].target if servers else f"unix:{path}"
 
 

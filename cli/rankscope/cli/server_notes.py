@@ -25,7 +25,7 @@ from rankscope.daemon.config import default_socket
 
 MAX_NOTES = 64
 MAX_NOTE_BYTES = 8192
-MAX_COMMAND_CHARACTERS = 300
+MAX_COMMAND_CHARACTERS = 120
 _SUFFIX = ".json"
 _LOCAL_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):\d{1,5}")
 log = logging.getLogger(__name__)

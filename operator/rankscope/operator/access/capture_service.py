@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import grpc
@@ -145,8 +145,11 @@ class UserCaptures:
         audit: CaptureAudit,
         is_ready: Callable[[], bool] = lambda: True,
         has_namespaces: bool = True,
+        plain_runs: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`has_namespaces` is False without Kubernetes: runs and captures have plain names there."""
+        """`has_namespaces` is False without Kubernetes: runs and captures have plain names there. `plain_runs` returns
+        the names of the runs."""
+        self._plain_runs = plain_runs
         self._api = api
         self._captures = captures
         self._run_of = run_of
@@ -171,7 +174,7 @@ class UserCaptures:
 
     def start(self, request: pb.StartCaptureRequest, call: Call) -> Iterator[pb.StartCaptureResponse]:
         """The capture goes on when the caller leaves: GetCapture has the result."""
-        place = place_of_run(request.job, self._has_namespaces)
+        place = place_of_run(request.job, self._has_namespaces, self._plain_runs())
         access = Access("create", place.namespace)
         call.require(access)
         spec = spec_document(request, place)
