@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 from google.protobuf.message import Message
 
 from rankscope.analysis.quantities import count, quantity
-from rankscope.analysis.traces.joins import comparison
 from rankscope.analysis.traces.summary_records import TraceSummary
 from rankscope.analysis.verdicts.verdict import Kind, Verdict, headline
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.common.text import printable
-from rankscope.operator.correlation.job_service import verdict_of
+from rankscope.operator.correlation.job_service import excesses_of, judgement_of, verdict_of
 from rankscope.v1 import capture_service_pb2 as pb
 
 # Of a list: kernels, findings, notes.
@@ -122,7 +122,7 @@ def capture_answer(
         summary=CaptureSummary(
             sentence=sentence(capture),
             verdict=printable(headline(_live_verdict(capture))) if capture.HasField("verdict") else None,
-            judgement=_judgement(capture) or None,
+            judgement=judgement_of(capture) or None,
             findings=[*findings(capture), *slowdowns(capture)],
             join=JoinSummary(**_join(capture.join)) if capture.HasField("join") else None,
             ranks=[RankTraceSummary(rank=rank, **_fields(summary)) for rank, summary in summaries],
@@ -158,7 +158,7 @@ def _rank(entry: pb.RankCapture, files: Mapping[int, Sequence[str]] | None, down
 
 def _join(join: pb.JoinSummary) -> dict[str, Any]:
     last_arrivals = {str(rank): number for rank, number in sorted(join.last_arrivals.items())}
-    excesses = [RankExcess(**_fields(excess)) for excess in join.excesses[:MAX_TEXTS]]
+    excesses = [RankExcess(**asdict(excess)) for excess in excesses_of(join)]
     return {
         **_fields(join, without=("excesses",)),
         "culprits": sorted(join.culprits),
@@ -257,7 +257,7 @@ def findings(capture: pb.Capture) -> list[str]:
     if capture.HasField("verdict"):
         said.append(f"the verdict on the job was: {printable(headline(_live_verdict(capture)))}")
     # A judgement has the comparison of the ranks in it.
-    said += [text for text in [_judgement(capture) or _comparison(capture.join)] if text]
+    said += [text for text in [judgement_of(capture) or _comparison(capture.join)] if text]
     shown = _shown_rank(capture, with_findings)
     if shown is not None:
         said.append(f"rank {shown.rank}: {printable(shown.summary.findings[0])}")
@@ -282,17 +282,6 @@ def _live_verdict(capture: pb.Capture) -> Verdict:
 def _accused(capture: pb.Capture) -> tuple[int, ...]:
     verdict = _live_verdict(capture)
     return verdict.culprits if verdict.kind is Kind.SLOW_RANK else ()
-
-
-def _judgement(capture: pb.Capture) -> str:
-    """`the recording confirms it: …`; empty where there is no verdict, or it is not about the recorded ranks."""
-    if not capture.HasField("verdict"):
-        return ""
-    excesses = [comparison.RankExcess(**_fields(excess)) for excess in capture.join.excesses]
-    times = [entry.step_times for entry in capture.ranks]
-    known = [each.before_seconds for each in times if each.HasField("before_seconds")]
-    known = known or [each.summary.step_seconds for each in capture.ranks if each.summary.HasField("step_seconds")]
-    return comparison.judgement(_live_verdict(capture), excesses, max(known, default=None))
 
 
 def slowdowns(capture: pb.Capture) -> list[str]:
@@ -329,7 +318,7 @@ def _comparison(join: pb.JoinSummary) -> str:
     except ValueError:
         return f"{printable(join.verdict)}: {reason}"
     if kind is Kind.INSUFFICIENT_DATA:
-        excesses = [comparison.RankExcess(**_fields(excess)) for excess in join.excesses]
+        excesses = excesses_of(join)
         if not excesses:
             return f"the ranks cannot be compared: {reason}"
         clear = [excess.sentence([each.rank for each in excesses]) for excess in excesses if excess.is_clear]
