@@ -123,7 +123,7 @@ def slow(record: pb.Capture, excess_seconds: float = 0.05, half_seconds: float =
         ({"half_seconds": 0.2, "steps": 2}, "The recording is too short to tell: rank 1 works 50 ms longer"),
     ],
 )
-def test_a_capture_begins_with_the_verdict_and_says_whether_it_holds(
+def test_a_capture_begins_with_the_verdict_and_judges_it(
     daemon: ScriptedCaptures,
     endpoint: str,
     capsys: pytest.CaptureFixture[str],
@@ -170,7 +170,7 @@ def test_two_steps_of_a_healthy_job_name_nobody(
     shown = capsys.readouterr().out
     assert "The verdict on the job was: healthy." in shown
     assert "Between the recorded ranks no difference is clear; of the job this tells nothing more: traces of 2" in shown
-    assert "slow" not in shown
+    assert "slow" not in shown and "link" not in shown
 
 
 def test_an_undelivered_rank_gives_exit_code_1_and_its_cause(

@@ -107,7 +107,7 @@ def test_a_note_that_leads_elsewhere_is_ignored(content: bytes) -> None:
         assert running_servers() == []
 
 
-def test_a_link_or_a_fifo_in_the_folder_is_not_followed(tmp_path: Path) -> None:
+def test_links_and_fifos_in_the_folder_are_ignored(tmp_path: Path) -> None:
     with announced([TARGET], "mine"):
         (notes_folder() / "0-link.json").symlink_to(tmp_path / "elsewhere.json")
         os.mkfifo(notes_folder() / "0-fifo.json")

@@ -261,7 +261,9 @@ def findings(capture: pb.Capture) -> list[str]:
     shown = _shown_rank(capture, with_findings)
     if shown is not None:
         said.append(f"rank {shown.rank}: {printable(shown.summary.findings[0])}")
-        if not _accused(capture):  # what to change about a slow rank is what the verdict names
+        # What to change about a slow rank is what the verdict names. Where the recording does not tell who waited, a
+        # faster link may be the advice for a rank that waits.
+        if not _accused(capture) and capture.join.verdict != Kind.INSUFFICIENT_DATA.value:
             said += [f"rank {shown.rank}: {printable(advice)}" for advice in shown.summary.advice[:1]]
     return said
 

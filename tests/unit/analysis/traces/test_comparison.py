@@ -34,7 +34,7 @@ def pair(steps: int, excess_seconds: float, sigma_seconds: float = 0.003) -> tup
     return compare_ranks(times([list(0.04 + noise[0]), list(0.04 + excess_seconds + noise[1])]), {})
 
 
-def test_what_slows_all_ranks_of_a_step_alike_widens_no_interval() -> None:
+def test_slowness_that_ranks_share_widens_no_interval() -> None:
     common = np.array([0.0, 0.2, 0.05, 0.3])
     worst, best = compare_ranks(times([list(common + 0.05), list(common + 0.11)]), {})
     assert (worst.rank, best.rank) == (2, 1)
@@ -81,7 +81,7 @@ def live(own_seconds: float, sigma_seconds: float, step_seconds: float = STEP_SE
     return LiveSteps(step_seconds, own_seconds, own_seconds - width / 2, own_seconds + width / 2)
 
 
-def test_noise_asks_for_more_steps_and_a_large_excess_for_fewer() -> None:
+def test_noise_asks_for_more_steps_than_a_large_excess() -> None:
     quiet = steps_to_record({0: live(0.04, 0.001), 2: live(0.09, 0.001)}, [2])
     noisy = steps_to_record({0: live(0.04, 0.02), 2: live(0.09, 0.02)}, [2])
     noisier = steps_to_record({0: live(0.04, 0.02), 2: live(0.07, 0.02)}, [2])

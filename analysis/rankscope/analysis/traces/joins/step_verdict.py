@@ -125,7 +125,7 @@ def _abstain(
         return f"{ranks_in_words(silent)}: no steps, or no collective in common with another trace"
     complete = _complete_steps(times, world_size, policy)
     if complete.sum() < MIN_STEPS:
-        return f"complete steps in common: {int(complete.sum())}, needed: {MIN_STEPS}"
+        return f"complete steps in common: {int(complete.sum())}, needed: {MIN_STEPS}; record more"
     unmatched = _unmatched_ratio(times)
     clear = unmatched <= MAX_UNMATCHED_RATIO
     if clear.sum() < policy.ranks_seen_ratio * world_size:
