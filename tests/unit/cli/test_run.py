@@ -11,6 +11,7 @@ import pytest
 from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli import run
+from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.main import main
 from rankscope.cli.standalone import Standalone
 from rankscope.operator.correlation.correlator import JobState
@@ -86,3 +87,16 @@ def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
         "healthy",
         "rank 2 is slow because its GPU is slow (60.3 ms a step more on its device)",
     ]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "1"), ("0", "0"), ("1", "1")])
+def test_captures_on_gpus_are_harmless_unless_the_user_chose_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", chosen)
+    environment = probe_environment()
+    assert environment["TEARDOWN_CUPTI"] == expected
+    # A process that polls a daemon which has gone takes seconds longer to exit.
+    assert not any(name.startswith("KINETO") for name in environment)
