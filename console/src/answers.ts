@@ -55,6 +55,8 @@ export interface CaptureRow {
 
 export interface CaptureSummary {
   readonly sentence: string;
+  readonly verdict: string | null;
+  readonly judgement: string | null;
   readonly findings: readonly string[];
   readonly join: JoinSummary | null;
   readonly ranks: readonly RankTraceSummary[];
@@ -186,6 +188,7 @@ export interface JoinSummary {
   readonly reason: string;
   readonly confidence: string;
   readonly impact_ratio: number | null;
+  readonly excesses: readonly RankExcess[];
 }
 
 /** Ranks in the order of pipeline, data and tensor coordinates; -1 where one is not known. `node` is an index into `nodes`. */
@@ -252,6 +255,15 @@ export interface RankDetail {
   readonly throttled_seconds: Readonly<Record<string, number>>;
   readonly memory: Readonly<Record<string, number>>;
   readonly process: Readonly<Record<string, number>>;
+}
+
+/** The self time of a rank less that of the median of the other recorded ranks: mean per step, with its interval. */
+export interface RankExcess {
+  readonly rank: number;
+  readonly steps: number;
+  readonly excess_seconds: number;
+  readonly low_seconds: number;
+  readonly high_seconds: number;
 }
 
 export interface RankHistory {

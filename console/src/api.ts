@@ -90,7 +90,8 @@ export async function capture(id: string, signal: AbortSignal): Promise<CaptureA
   return (await ask("capture", { id }, signal)).json() as Promise<CaptureAnswer>;
 }
 
-export type Length = { readonly steps: number } | { readonly seconds: number };
+/** Empty: as many steps as tell a slow rank from the others. */
+export type Length = { readonly steps?: number; readonly seconds?: number };
 
 export async function captureCost(run: string, length: Length, signal: AbortSignal): Promise<CaptureCost> {
   return (await ask("captures/cost", { run, ...length }, signal)).json() as Promise<CaptureCost>;

@@ -36,12 +36,12 @@ function Cost({ run, length }: { run: string; length: Length }) {
 
 function Form({ run, ranks, onClose }: { run: string; ranks: string; onClose: () => void }) {
   const [wanted, setRanks] = useState(ranks);
-  const [unit, setUnit] = useState<"steps" | "seconds">("steps");
-  const [amount, setAmount] = useState(3);
+  const [unit, setUnit] = useState<"enough steps" | "steps" | "seconds">("enough steps");
+  const [amount, setAmount] = useState(12);
   const [chosen, setChosen] = useState<Readonly<Record<string, boolean>>>({});
   const [reason, setReason] = useState("");
   const [state, setState] = useState<{ busy: boolean; error: string }>({ busy: false, error: "" });
-  const length: Length = unit === "steps" ? { steps: amount } : { seconds: amount };
+  const length: Length = unit === "enough steps" ? {} : unit === "steps" ? { steps: amount } : { seconds: amount };
 
   async function submit(event: Event): Promise<void> {
     event.preventDefault();
@@ -64,9 +64,10 @@ function Form({ run, ranks, onClose }: { run: string; ranks: string; onClose: ()
           {[ALL, "straggler", "straggler+peer"].map((text) => <option key={text} value={text} />)}
         </datalist>
         <label>
-          for <input name="amount" type="number" min={unit === "steps" ? 1 : 0.05} max={unit === "steps" ? 100 : 60} step={unit === "steps" ? 1 : "any"} required value={amount} onInput={(event) => setAmount(event.currentTarget.valueAsNumber || 1)} />
+          for {unit !== "enough steps" && <input name="amount" type="number" min={unit === "steps" ? 1 : 0.05} max={unit === "steps" ? 100 : 60} step={unit === "steps" ? 1 : "any"} required value={amount} onInput={(event) => setAmount(event.currentTarget.valueAsNumber || 1)} />}
         </label>
         <select aria-label="Unit" value={unit} onChange={(event) => setUnit(event.currentTarget.value as typeof unit)}>
+          <option title="As many as tell a slow rank from the others">enough steps</option>
           <option>steps</option>
           <option>seconds</option>
         </select>
@@ -82,7 +83,7 @@ function Form({ run, ranks, onClose }: { run: string; ranks: string; onClose: ()
         ))}
       </div>
       <Cost run={run} length={length} />
-      {wanted.trim() !== ALL && <p>These ranks show where their own time goes. They do not show who arrives last in collectives: ranks can only be compared if <button type="button" onClick={() => setRanks(ALL)}>all</button> are recorded.</p>}
+      {wanted.trim() !== ALL && <p>These ranks are compared with each other. Who arrives last in the collectives of the whole run shows if <button type="button" onClick={() => setRanks(ALL)}>all</button> are recorded.</p>}
       {state.error !== "" && <Notice>{state.error}</Notice>}
       <div class="row">
         <button class="main" type="submit" disabled={state.busy}>{state.busy ? "Starting…" : "Start the capture"}</button>

@@ -257,9 +257,9 @@ def test_large_run_captures_preselect_straggler_and_peer_with_a_warning(page: Pa
     open_page(page, fleet, "run", 1280, 800)
     press(page, "Capture…")
     assert page.wait_for("document.querySelector('form [name=ranks]')?.value") == "straggler+peer"
-    assert page.value("document.querySelector('form').innerText.includes('do not show who arrives last')")
+    assert page.value("document.querySelector('form').innerText.includes('are compared with each other')")
     press(page, "all")
-    page.wait_for("!document.querySelector('form').innerText.includes('do not show who arrives last')")
+    page.wait_for("!document.querySelector('form').innerText.includes('are compared with each other')")
     assert page.value("document.querySelector('form [name=ranks]').value") == "all"
     assert serious_findings(page) == []
 

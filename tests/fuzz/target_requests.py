@@ -91,7 +91,8 @@ def _check_operator(request: StartCaptureRequest) -> None:
 def _check_daemon(request: StartCaptureRequest) -> None:
     for read in (
         lambda: asking.id_of(request, _NOW),
-        lambda: asking.length_of(request),
+        lambda: asking.length_of(request, {}, ()),
+        lambda: asking.kept_verdict(request.verdict),
         lambda: asking.patience_of(request),
         lambda: asking.start_of(request, _NOW),
         lambda: asking.options_of(request),

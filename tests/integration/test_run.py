@@ -30,7 +30,8 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
     end, summary, page = tmp_path / "STOP", tmp_path / "summary.json", tmp_path / "card.html"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT))
     with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
-        command = [*RUN, "--summary", str(summary), "--html", str(page), "--", *torchrun]
+        command = [*RUN, "--summary", str(summary), "--html", str(page)]
+        command += ["--capture-when-slow", "--output", str(tmp_path / "traces"), "--", *torchrun]
         variables = {"JOB_FOLDER": str(tmp_path), "SLOW_RANK": "1"}
         running = subprocess.Popen(command, env=os.environ | variables, stdout=stdout, stderr=stderr)
 
@@ -40,6 +41,7 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
     try:
         line = f"plain_ddp.py:{slow_line('one rank')} (slow_augmentation"
         wait_until(lambda: f"rank 1 is slow because of {line}" in told(), told)
+        wait_until((tmp_path / "traces" / "summary.json").exists, told)
         end.touch()
         assert running.wait(PATIENCE_SECONDS) == 0, told()
     finally:
@@ -47,6 +49,11 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
         running.kill()
         running.wait()
     assert (tmp_path / "stdout").read_text() == "trained\n"
+    assert told().splitlines()[-1].startswith(f"capture  {tmp_path}/traces: the recording ")
+    captured = json.loads((tmp_path / "traces" / "summary.json").read_text())
+    assert f"rank 1 is slow because of {line}" in captured["summary"]["verdict"]
+    assert {rank["backend"] for rank in captured["ranks"]} == {"probe"}
+    assert captured["summary"]["judgement"] in told()
     card = " ".join(told().split())
     shown = re.search(r"```text\n(job .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown is not None and shapes(shown[1]) <= shapes(told()), told()
@@ -117,6 +124,45 @@ def test_signals_are_forwarded_and_missing_ranks_are_explained(tmp_path: Path) -
     stdout, stderr = running.communicate(timeout=PATIENCE_SECONDS)
     assert (running.returncode, stdout) == (9, "terminated\n")
     assert "no rank was seen" in stderr and "interrupted by SIGTERM" in stderr and "failed" not in stderr
+
+
+def top(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [*MAIN, "top", "--once", "--json", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+
+
+def test_another_terminal_finds_the_run_with_its_own_ranks_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    end = tmp_path / "STOP"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    variables = os.environ | {"JOB_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def start(run_id: str) -> subprocess.Popen[str]:
+        command = [*RUN, "--", "env", f"NAME={run_id}", *torchrun, "--rdzv-id", run_id, str(SCRIPT)]
+        return subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def runs(*words: str) -> list[str]:
+        shown = top(*words)
+        return [entry["run"] for entry in json.loads(shown.stdout)["runs"]] if shown.returncode == 0 else []
+
+    first, second = start("first"), None
+    try:
+        wait_until(lambda: runs() == ["first"], lambda: str(top()))
+        second = start("second")
+        wait_until(lambda: "2 servers of yours run on this machine" in top().stderr, lambda: str(top()))
+        listed = dict(re.findall(r"--connect (\S+) \(env NAME=(\w+)", top().stderr))
+        assert set(listed.values()) == {"first", "second"}
+        for target, run_id in listed.items():
+            wait_until(lambda: runs("--connect", target) == [run_id], lambda: str(top("--connect", target)))  # noqa: B023
+    finally:
+        end.touch()
+        for running in filter(None, (first, second)):
+            running.communicate(timeout=PATIENCE_SECONDS)
+    assert "no daemon at" in top().stderr
+    assert list(tmp_path.glob("rankscope/servers/*")) == []
 
 
 def test_without_a_command_the_next_step_is_shown() -> None:

@@ -42,12 +42,15 @@ _MAX_STEPS = 1_000_000
 _OPTIONS = ("shapes", "stacks", "memory", "flops", "modules", "allow_slowdown")
 _EPILOG = """\
 examples:
-  rankscope capture --steps 3 --output traces/             all ranks of the one job on this machine
+  rankscope capture --output traces/                       all ranks of the one job on this machine
   rankscope capture --run bert --ranks 0,4-7 --seconds 2   some ranks, by time
-  rankscope capture --ranks straggler+peer --steps 5       the slow rank, and a healthy one to compare it with
-  rankscope capture --run team/llama --steps 3 --context prod
+  rankscope capture --ranks straggler+peer                 the slow rank, and a healthy one to compare it with
+  rankscope capture --run team/llama --steps 12 --context prod
                                                            a run of a cluster (rankscope context --help)
   rankscope capture --nsight --seconds 5 --output reports/ a job that was started by `nsys launch`
+
+Without --steps and --seconds, as many steps are recorded as tell a slow rank from the others: 8 to 40, for about 10 s
+at most. The result begins with the verdict on the job, and says whether the recording confirms it.
 
 Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md describes
 what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every rank delivered, 1 if some did not;
@@ -58,8 +61,8 @@ what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     options.add_options(parser, "--run", "--ranks straggler")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record (default: enough)")
     length.add_argument("--seconds", type=float, metavar="SECONDS", help="how long to record")
     options.add_output_argument(parser, "DIR", "download the recordings into this directory")
     options.add_options(parser, "--max-bytes", "--json")
@@ -193,7 +196,7 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
         if not 1 <= arguments.steps <= _MAX_STEPS:
             raise CommandError(f"--steps {arguments.steps}: at least one step, as in --steps 3")
         request.steps = arguments.steps
-    else:
+    elif arguments.seconds is not None:
         request.seconds = _seconds("--seconds", arguments.seconds)
     if arguments.patience is not None:
         request.patience_seconds = _seconds("--patience", arguments.patience)
@@ -207,6 +210,8 @@ def _check_nsight(request: pb.StartCaptureRequest) -> None:
             "--nsight records what `nsys launch` was told to; leave out all options but --run, --ranks, --steps, "
             "--seconds, --output and --json"
         )
+    if request.WhichOneof("length") is None:
+        raise CommandError("--nsight: say how long, as in --seconds 5")
 
 
 def _count(option: str, value: int, least: int) -> int:

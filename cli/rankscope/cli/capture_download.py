@@ -29,6 +29,7 @@ from rankscope.cli.capture_output import (
 from rankscope.cli.connection import explain
 from rankscope.cli.messages import CommandError, cannot_write
 from rankscope.cli.output_file import open_output, writing
+from rankscope.cli.run_card import advice
 from rankscope.common.text import printable
 from rankscope.operator.console.capture_answers import (
     FINAL,
@@ -41,6 +42,7 @@ from rankscope.operator.console.capture_answers import (
     state_word,
     stem,
 )
+from rankscope.operator.correlation.job_service import verdict_of
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -271,6 +273,9 @@ def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
         head += f"; it is {state_word(capture.state)}"
     lines = [Text(f"{head}.", style="bold green" if complete else "bold")]
     lines += [Text(_sentence(text)) for text in findings(capture)]
+    what = advice(verdict_of(capture.verdict)) if capture.HasField("verdict") and delivered(capture) else ""
+    if what and "rankscope capture" not in what:  # this is the capture
+        lines.append(Text(f"Try: {printable(what)}"))
     lines += [Text(_sentence(f"warning: {text}"), style="yellow") for text in slowdowns(capture)]
     noted = notes(capture)
     lines += [Text(_sentence(f"note: {note}"), style="dim") for note in noted[:MAX_NOTES]]

@@ -53,7 +53,7 @@ def _list(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
         make_console().print(list_table(captures))
     else:
         of_job = f" of {arguments.run}" if arguments.run else ""
-        to_stdout(f"no capture{of_job} yet; `rankscope capture --steps 3` takes one")
+        to_stdout(f"no capture{of_job} yet; `rankscope capture` takes one")
     return 0
 
 

@@ -39,7 +39,7 @@ _USES = {
     ),
     FleetRole.CLIENT: (
         "give the folder to {name}, who calls the correlator with\n"
-        "  rankscope capture --run RUN --steps 3 --connect HOST:9468 --certificate-authority ca.crt \\\n"
+        "  rankscope capture --run RUN --connect HOST:9468 --certificate-authority ca.crt \\\n"
         "    --client-certificate tls.crt --client-key tls.key"
     ),
     FleetRole.METRICS: (

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import ssl
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import grpc
 
 from rankscope.cli.contexts import TOKEN_VARIABLE, Endpoint, EndpointError, endpoint_of
 from rankscope.cli.messages import CommandError, cannot_read, of_call
+from rankscope.cli.server_notes import check_owner, running_servers
 from rankscope.common.http_server import is_loopback
 from rankscope.common.text import printable
 from rankscope.daemon.config import default_socket
@@ -109,9 +109,7 @@ def _named(entries: Any, name: Any, kind: str) -> dict[str, Any] | None:
 def target_of(address: str | None) -> str:
     """What to pass to gRPC: HOST:PORT, unix:PATH, or this machine's daemon."""
     if address is None:
-        path = Path(default_socket())
-        _check_owner(path.parent)
-        return f"unix:{path}"
+        return _local_target()
     if address.startswith("/"):
         return f"unix:{address}"
     if address.startswith("unix:") and len(address) > len("unix:"):
@@ -122,20 +120,15 @@ def target_of(address: str | None) -> str:
     return address
 
 
-def _check_owner(directory: Path) -> None:
-    """Anybody can make the directory in /tmp, and would then get requests that are meant for this user's daemon."""
-    try:
-        status = directory.lstat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise EndpointError(f"{directory}: {error.strerror}; name the daemon with --connect") from error
-    is_open = stat.S_IMODE(status.st_mode) & 0o022
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_open:
-        raise EndpointError(
-            f"{directory} is not trusted: it must be a directory of user {os.geteuid()} that only this user can write "
-            "to. Remove it and restart your daemon, or name a daemon with --connect unix:PATH"
-        )
+def _local_target() -> str:
+    """The daemon at the usual socket; if none listens there, the one server that this user runs on this machine."""
+    path = Path(default_socket())
+    check_owner(path.parent)
+    servers = [] if _is_served(str(path)) else running_servers()
+    if len(servers) > 1:
+        listed = ", ".join(f"--connect {server.target} ({server.command})" for server in servers)
+        raise EndpointError(f"{len(servers)} servers of yours run on this machine; name one of them: {listed}")
+    return servers[0].target if servers else f"unix:{path}"
 
 
 # The channel: TLS, and the token on every call.
@@ -284,7 +277,7 @@ def _without_socket(target: str) -> str:
         return f"{path}: nobody listens there any more; start `rankscope up` (or `rankscope daemon`) again"
     if str(path) != SYSTEM_SOCKET and _is_served(SYSTEM_SOCKET):
         return f"no daemon of yours at {path}, but one of root at {SYSTEM_SOCKET}: use sudo"
-    return f"no daemon at {path}; start `rankscope up` (or `rankscope daemon`), or name another --connect"
+    return f"no daemon at {path}; start `rankscope up` or `rankscope run`, or name another --connect"
 
 
 def _is_served(path: str) -> bool:

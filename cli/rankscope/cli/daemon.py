@@ -65,7 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rankscope.daemon.loop import Daemon
 
     config = resolved.config
-    return run_until_signalled("daemon", Daemon(config), config.log_level, audit_path(config))
+    daemon = Daemon(config)
+    return run_until_signalled(
+        "daemon", daemon, config.log_level, audit_path(config), targets=lambda: daemon.addresses.grpc_targets
+    )
 
 
 def audit_path(config: Config) -> Path | None:

@@ -10,12 +10,14 @@ import signal
 import stat
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Protocol
 
 from rankscope.cli.messages import CommandError, Exit, cannot_write, log_to_stderr, refuse, to_stderr
 from rankscope.cli.options import add_options
+from rankscope.cli.server_notes import announced
 from rankscope.common.audit import LOGGER
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.server.sockets import ListenError
@@ -37,8 +39,10 @@ def run_until_signalled(
     log_level: str,
     audit_log: Path | None = None,
     failures: tuple[type[Exception], ...] = (ListenError,),
+    targets: Callable[[], Sequence[str]] = tuple,
 ) -> int:
     """The exit code: 1 if `start` raises one of `failures`, as when an address is in use, with the reason on stderr.
+    Commands of this user find the service at the first of `targets`, which are known once it serves.
     Raises CommandError if audit records cannot be kept."""
     log_to_stderr(log_level)
     open_audit_log(audit_log)
@@ -49,8 +53,9 @@ def run_until_signalled(
         service.start()
     except failures as error:
         return refuse(str(error), Exit.FAILED)
-    to_stderr(f"rankscope {name}: {service.addresses}")
-    stopping.wait()
+    with announced(targets(), f"rankscope {name}"):
+        to_stderr(f"rankscope {name}: {service.addresses}")
+        stopping.wait()
     service.stop()
     return 0
 

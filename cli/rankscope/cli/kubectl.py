@@ -29,7 +29,7 @@ _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 _EPILOG = """\
 examples:
   kubectl rankscope --service-account team/ada top --run team/
-  kubectl rankscope --service-account team/ada capture --run team/llama --steps 3 --output traces/
+  kubectl rankscope --service-account team/ada capture --run team/llama --output traces/
   RANKSCOPE_TOKEN=… kubectl rankscope captures ls --run team/
 
 The operator accepts tokens for its own audience only, not the one that kubectl shows to the API server: docs/api.md.

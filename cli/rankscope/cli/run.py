@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,12 +27,14 @@ from rankscope.analysis.verdicts.verdict import Kind, gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.job_tables import MARKS
 from rankscope.cli.messages import Exit, refuse, to_stderr
-from rankscope.cli.options import add_options
+from rankscope.cli.options import add_options, add_output_argument
 from rankscope.cli.output_file import check_writable, keep_output
 from rankscope.cli.process_ends import ProcessEnds
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json
 from rankscope.cli.run_end import CommandEnd, read_exit_reports
-from rankscope.cli.standalone import Standalone, private_config
+from rankscope.cli.server_notes import announced
+from rankscope.cli.slow_capture import SlowCapture, default_folder
+from rankscope.cli.standalone import COMMAND_VARIABLE, Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon import procfs
 from rankscope.daemon.server.sockets import ListenError
@@ -41,8 +44,6 @@ from rankscope.probe import exit_report
 
 log = logging.getLogger(__name__)
 
-# Marks the processes of this command among all ranks of the machine: every child inherits it.
-MARK = "RANKSCOPE_COMMAND"
 HANDLER_DELAY_SECONDS = 0.5  # at most
 # The terminal sends these to the command itself.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
@@ -59,11 +60,12 @@ _EPILOG = """\
 examples:
   rankscope run -- torchrun --nproc-per-node 8 train.py
   rankscope run --summary after.json -- torchrun --nproc-per-node 8 train.py
+  rankscope run --capture-when-slow -o traces/ -- torchrun --nproc-per-node 8 train.py
   rankscope compare before.json after.json --max-regression 5%
 
 The command's output, signals and exit status pass through unchanged. A line appears on stderr when the verdict
-changes, and a card at the end. While it runs, `rankscope top --connect` shows the ranks (the address is printed
-first).
+changes, and a card at the end. While it runs, `rankscope top` in another terminal shows the ranks, and `rankscope
+capture` records them.
 """
 
 
@@ -74,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--summary", type=Path, metavar="FILE", help="write what was measured as JSON, for `rankscope compare`"
     )
     add_options(parser, "--html")
+    parser.add_argument(
+        "--capture-when-slow",
+        action="store_true",
+        help="capture the slow rank and a peer once, when an alarm stands (docs/captures.md)",
+    )
+    add_output_argument(parser, "DIR", "download that capture into this directory (default: rankscope-capture-TIME)")
     parser.add_argument("--quiet", action="store_true", help="print the card only")
     parser.add_argument("--no-probe", action="store_true", help="do not load the probe; stacks and counters only")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, with arguments")
@@ -88,19 +96,27 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None:
             check_writable(option, path)
     status: int | None = None
+    slow_capture: SlowCapture | None = None
     try:
         with ExitStack() as stack:
             private = tempfile.TemporaryDirectory(prefix="rankscope-run-", ignore_cleanup_errors=True)
             folder = stack.enter_context(private)
-            standalone = Standalone(private_config(folder))
             running = Command(command, Path(folder), probe=not arguments.no_probe)
             watch = CommandWatch(running, quiet=arguments.quiet)
+            standalone = Standalone(private_config(folder), command_mark=running.mark)
             standalone.correlator.listen(watch)
             standalone.on_tick(watch.take_steps)
+            if arguments.capture_when_slow:
+                folder_of_capture = arguments.output or default_folder()
+                slow_capture = SlowCapture(lambda: standalone.addresses.grpc_targets[0], folder_of_capture)
+                standalone.correlator.listen(slow_capture)
             try:
                 stack.enter_context(standalone)
             except ListenError as error:
                 return refuse(str(error), Exit.FAILED)
+            if slow_capture is not None:
+                stack.enter_context(slow_capture)
+            stack.enter_context(announced(standalone.addresses.grpc_targets, shlex.join(command)))
             if not arguments.quiet:
                 target = standalone.addresses.grpc_targets[0]
                 to_stderr(f"rankscope: watching; in another terminal: rankscope top --connect {target}")
@@ -111,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
             status = end.status
         _show_and_write(arguments, command, watch.jobs, end)
+        if slow_capture is not None:
+            to_stderr(f"capture  {slow_capture.line}")
     except Exception:
         if status is None:
             raise
@@ -149,7 +167,7 @@ class Command:
     def run(self) -> CommandEnd:
         """Returns when the command has ended. Raises OSError if it cannot be started."""
         self._reports.mkdir(mode=0o700)
-        environment = {**os.environ, MARK: self.mark, exit_report.FOLDER: str(self._reports)}
+        environment = {**os.environ, COMMAND_VARIABLE: self.mark, exit_report.FOLDER: str(self._reports)}
         if self._probe:
             environment.update(probe_environment())
         began = time.time()
@@ -274,7 +292,7 @@ class CommandWatch:
         if not pid or (state.job, pid) in self._others:
             return False
         try:
-            if procfs.Environment(f"/proc/{pid}").get(MARK) == self._command.mark:
+            if procfs.Environment(f"/proc/{pid}").get(COMMAND_VARIABLE) == self._command.mark:
                 return True
         except OSError:
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,12 @@ import grpc
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import Suspected
+from rankscope.daemon import procfs
 from rankscope.daemon.config import NONE, Config, resolve
+from rankscope.daemon.discovery.ranks import Discovered, RankDiscovery
 from rankscope.daemon.loop import Addresses, Daemon
+from rankscope.daemon.sampler import real_collectors
+from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.daemon.windows.broadcast import Tick
@@ -21,11 +25,12 @@ from rankscope.operator.alerts.decision import FailedError
 from rankscope.operator.correlation.correlator import Correlator, suspects
 from rankscope.operator.correlation.fleet_reports import FleetReports
 from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
-from rankscope.operator.correlation.job_service import JobServicer
+from rankscope.operator.correlation.job_service import JobServicer, verdict_message
 from rankscope.operator.job_watch import AlertSettings, JobWatch
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import job_service_pb2_grpc
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+from rankscope.v1.job_service_pb2 import Verdict
 from rankscope.v1.profile_service_pb2 import DumpStacksRequest, DumpStacksResponse
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 
@@ -33,21 +38,14 @@ if TYPE_CHECKING:
     from rankscope.operator.console.older_history import PrometheusHistory
     from rankscope.operator.console.server import ConsoleServer
 
-STEPS = 3
-# For ranks whose steps are not measured.
-SECONDS = 2.0
 CALL_SECONDS = 15.0
 DUMP_SECONDS = 30.0
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 
 
 def start_capture(target: str, wanted: Wanted) -> str:
-    """The id of the capture, which goes on when we hang up."""
+    """The id of the capture, which goes on when we hang up. The daemon chooses its length."""
     request = pb.StartCaptureRequest(job=wanted.job, ranks=",".join(map(str, wanted.ranks)), reason=wanted.reason)
-    if wanted.steps_are_known:
-        request.steps = STEPS
-    else:
-        request.seconds = SECONDS
     try:
         with grpc.insecure_channel(target) as channel:
             call = CaptureServiceStub(channel).StartCapture(request, timeout=CALL_SECONDS)
@@ -74,6 +72,39 @@ def private_config(folder: str) -> Config:
     return resolve(places, {}).config
 
 
+# Marks the processes of one command among all ranks of the machine: every child inherits it.
+COMMAND_VARIABLE = "RANKSCOPE_COMMAND"
+
+
+class CommandDiscovery(RankDiscovery):
+    """Finds the ranks of one command only: other jobs of the machine are watched by others."""
+
+    def __init__(self, config: Config, mark: str) -> None:
+        super().__init__(Path(config.proc_root), config.node, config.max_ranks)
+        self._mark = mark
+        self._processes = Path(config.proc_root)
+        self._is_own: dict[tuple[int, int], bool] = {}  # by pid and start of the process
+
+    def scan(self) -> Discovered:
+        found = super().scan()
+        known = {(rank.pid, rank.start_ticks): self._has_mark(rank) for rank in found.ranks}
+        self._is_own = {process: is_own for process, is_own in known.items() if is_own is not None}
+        ranks = tuple(rank for rank in found.ranks if known[rank.pid, rank.start_ticks])
+        jobs = {rank.job for rank in ranks}
+        conflicts = tuple(conflict for conflict in found.conflicts if conflict.job in jobs)
+        return replace(found, ranks=ranks, conflicts=conflicts)
+
+    def _has_mark(self, rank: RankProcess) -> bool | None:
+        """None if the process cannot be read now."""
+        known = self._is_own.get((rank.pid, rank.start_ticks))
+        if known is not None:
+            return known
+        try:
+            return procfs.Environment(f"{self._processes}/{rank.pid}").get(COMMAND_VARIABLE) == self._mark
+        except OSError:
+            return None
+
+
 @dataclass(frozen=True)
 class ConsoleListen:
     """Where the console is served. The port is a wish if a free one will do."""
@@ -87,7 +118,8 @@ class ConsoleListen:
 class Standalone:
     """Runs from `start` to `stop`. Raises ListenError from `start` if an address is taken.
 
-    With `alerts`, firing alerts that ask for it cause captures. With `console`, the console is served."""
+    With `alerts`, firing alerts that ask for it cause captures. With `console`, the console is served. With
+    `command_mark`, the ranks of the command that has this value in COMMAND_VARIABLE are watched, and no others."""
 
     def __init__(
         self,
@@ -96,6 +128,7 @@ class Standalone:
         own_cpu_seconds: Callable[[], float] | None = None,
         alerts: AlertSettings | None = None,
         console: ConsoleListen | None = None,
+        command_mark: str | None = None,
     ) -> None:
         self._alerts = alerts
         self._console_listen = console
@@ -104,8 +137,12 @@ class Standalone:
         folder = None if config.profile_dir == NONE else Path(config.profile_dir) / "hangs"
         self._jobs = JobWatch(policy, self._capture, self._dump, HangStore(FolderFiles(folder)), alerts)
         self.correlator = self._jobs.correlator
+        collectors = None
+        if command_mark is not None:
+            collectors = replace(real_collectors(config), discovery=CommandDiscovery(config, command_mark))
         self._daemon = Daemon(
             config,
+            collectors=collectors,
             services=(job_service(self.correlator, self._jobs.hangs.store, self._jobs.reports),),
             metrics=[self._jobs.exporter()],
             own_cpu_seconds=own_cpu_seconds,
@@ -126,7 +163,7 @@ class Standalone:
     def start(self) -> None:
         self._daemon.start()
         if self._daemon.captures is not None:
-            self._daemon.captures.suspect(self._suspects)
+            self._daemon.captures.correlate(self._suspects, self._verdict)
         try:
             self._jobs.start()
         except OSError as error:
@@ -192,6 +229,10 @@ class Standalone:
     def _suspects(self, job: str) -> Suspected | None:
         state = self._jobs.states_by_job().get(job)
         return None if state is None else suspects(state)
+
+    def _verdict(self, job: str) -> Verdict | None:
+        state = self._jobs.states_by_job().get(job)
+        return None if state is None else verdict_message(state.verdict, state.since_unix_seconds)
 
     def __enter__(self) -> Standalone:
         self.start()

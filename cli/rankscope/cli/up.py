@@ -244,7 +244,13 @@ def run(arguments: argparse.Namespace) -> int:
     policy = replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target)
     standalone = Standalone(config, policy, alerts=alerting.settings, console=console)
     standalone.correlator.listen(VerdictPrinter())
-    return run_until_signalled("up", UpService(standalone, alerting), config.log_level, audit_path(config))
+    return run_until_signalled(
+        "up",
+        UpService(standalone, alerting),
+        config.log_level,
+        audit_path(config),
+        targets=lambda: standalone.addresses.grpc_targets,
+    )
 
 
 def _console_listen(text: str | None, prometheus_url: str = "") -> ConsoleListen | None:

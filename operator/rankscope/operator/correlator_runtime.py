@@ -119,6 +119,7 @@ class CorrelatorRuntime:
             self.audit,
             tls,
             has_namespaces=False,
+            plain_runs=lambda: self.jobs.states_by_job().keys(),
         )
         self.webhooks: Webhooks | None = None
         self.certificates: CertificateRotation | None = None

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rankscope.v1 import job_service_pb2 as _job_service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -294,6 +295,39 @@ class TraceSummary(_message.Message):
 Global___TraceSummary: _TypeAlias = TraceSummary  # noqa: Y015
 
 @_typing.final
+class RankExcess(_message.Message):
+    """The self time of a rank less that of the median of the other recorded ranks: mean per step, with its interval."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    EXCESS_SECONDS_FIELD_NUMBER: _builtins.int
+    LOW_SECONDS_FIELD_NUMBER: _builtins.int
+    HIGH_SECONDS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    steps: _builtins.int
+    excess_seconds: _builtins.float
+    low_seconds: _builtins.float
+    high_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        excess_seconds: _builtins.float = ...,
+        low_seconds: _builtins.float = ...,
+        high_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excess_seconds", b"excess_seconds", "high_seconds", b"high_seconds", "low_seconds", b"low_seconds", "rank", b"rank", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankExcess: _TypeAlias = RankExcess  # noqa: Y015
+
+@_typing.final
 class JoinSummary(_message.Message):
     """What the traces of several ranks say together."""
 
@@ -327,6 +361,7 @@ class JoinSummary(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CONFIDENCE_FIELD_NUMBER: _builtins.int
     IMPACT_RATIO_FIELD_NUMBER: _builtins.int
+    EXCESSES_FIELD_NUMBER: _builtins.int
     clock_residual_micros: _builtins.float
     collectives_matched: _builtins.int
     verdict: _builtins.str
@@ -341,6 +376,10 @@ class JoinSummary(_message.Message):
 
     @_builtins.property
     def culprits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def excesses(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankExcess]:
+        """the largest first; also where the job is not judged, as other ranks are missing"""
+
     def __init__(
         self,
         *,
@@ -352,10 +391,11 @@ class JoinSummary(_message.Message):
         reason: _builtins.str = ...,
         confidence: _builtins.str = ...,
         impact_ratio: _builtins.float | None = ...,
+        excesses: _abc.Iterable[Global___RankExcess] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "impact_ratio", b"impact_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "clock_residual_micros", b"clock_residual_micros", "collectives_matched", b"collectives_matched", "confidence", b"confidence", "culprits", b"culprits", "impact_ratio", b"impact_ratio", "last_arrivals", b"last_arrivals", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "clock_residual_micros", b"clock_residual_micros", "collectives_matched", b"collectives_matched", "confidence", b"confidence", "culprits", b"culprits", "excesses", b"excesses", "impact_ratio", b"impact_ratio", "last_arrivals", b"last_arrivals", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__impact_ratio: _TypeAlias = _typing.Literal["impact_ratio"]  # noqa: Y015
     _WhichOneofArgType__impact_ratio: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio"]  # noqa: Y015
@@ -455,6 +495,7 @@ class Capture(_message.Message):
     REQUESTED_UNIX_MILLIS_FIELD_NUMBER: _builtins.int
     REQUESTED_BY_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job: _builtins.str
     state: Global___CaptureState.ValueType
@@ -468,6 +509,10 @@ class Capture(_message.Message):
     def join(self) -> Global___JoinSummary: ...
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def verdict(self) -> _job_service_pb2.Verdict:
+        """of the job, when the capture was asked for; not set: nobody correlates the ranks"""
+
     def __init__(
         self,
         *,
@@ -481,10 +526,11 @@ class Capture(_message.Message):
         requested_unix_millis: _builtins.int = ...,
         requested_by: _builtins.str = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        verdict: _job_service_pb2.Verdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "join", b"join", "start_skew_millis", b"start_skew_millis"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "join", b"join", "start_skew_millis", b"start_skew_millis", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "id", b"id", "job", b"job", "join", b"join", "notes", b"notes", "ranks", b"ranks", "reason", b"reason", "requested_by", b"requested_by", "requested_unix_millis", b"requested_unix_millis", "start_skew_millis", b"start_skew_millis", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "id", b"id", "job", b"job", "join", b"join", "notes", b"notes", "ranks", b"ranks", "reason", b"reason", "requested_by", b"requested_by", "requested_unix_millis", b"requested_unix_millis", "start_skew_millis", b"start_skew_millis", "state", b"state", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__start_skew_millis: _TypeAlias = _typing.Literal["start_skew_millis"]  # noqa: Y015
     _WhichOneofArgType__start_skew_millis: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis"]  # noqa: Y015
@@ -526,6 +572,7 @@ class StartCaptureRequest(_message.Message):
     PATIENCE_SECONDS_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     PODS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     ranks: _builtins.str
     """"all", "0,3-5", "straggler", "straggler+peer" """
@@ -548,6 +595,10 @@ class StartCaptureRequest(_message.Message):
         rank may have moved to another pod.
         """
 
+    @_builtins.property
+    def verdict(self) -> _job_service_pb2.Verdict:
+        """Of the job, from a caller that correlates it: the daemon of a node does not."""
+
     def __init__(
         self,
         *,
@@ -561,10 +612,11 @@ class StartCaptureRequest(_message.Message):
         patience_seconds: _builtins.float | None = ...,
         id: _builtins.str = ...,
         pods: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+        verdict: _job_service_pb2.Verdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "id", b"id", "job", b"job", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "pods", b"pods", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "id", b"id", "job", b"job", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "pods", b"pods", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patience_seconds: _TypeAlias = _typing.Literal["patience_seconds"]  # noqa: Y015
     _WhichOneofArgType__patience_seconds: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds"]  # noqa: Y015

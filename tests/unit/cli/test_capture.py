@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from rankscope.analysis.verdicts.verdict import Cause, Kind, Verdict
+from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli import capture as command
 from rankscope.cli import capture_output as capture_following
 from rankscope.cli import captures, doctor, top
@@ -18,6 +20,7 @@ from rankscope.cli.capture_output import LineProgress, LiveProgress
 from rankscope.cli.main import main
 from rankscope.cli.messages import Exit
 from rankscope.cli.terminal import Terminal
+from rankscope.operator.correlation.job_service import verdict_message
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli import capture_server as scripted
 from tests.unit.cli.capture_server import (
@@ -93,6 +96,81 @@ def test_a_capture_of_every_rank_exits_0_with_its_findings(
         "ranks 0 and 1: accepted", "rank 0: armed", "ranks 0 and 1: running", "ranks 0 and 1: written",
         "ranks 0 and 1: analysed",
     ]  # fmt: skip
+
+
+def slow(record: pb.Capture, excess_seconds: float = 0.05, half_seconds: float = 0.01, steps: int = 12) -> None:
+    """Rank 1 is slow by the verdict, and rank 0 waits for it."""
+    joined(record)
+    frames = (FrameSeen("augment", "/job/train.py", 11, 0.5, 0.5, ""),)
+    verdict = Verdict(Kind.SLOW_RANK, "slow", culprits=(1,), impact_ratio=0.5, cause=Cause(frames=frames))
+    record.verdict.CopyFrom(verdict_message(verdict, 0.0))
+    record.join.verdict, record.join.reason = "insufficient_data", "traces of 2 of 4 ranks"
+    del record.join.culprits[:]
+    for rank, sign in ((1, 1), (0, -1)):
+        mean = sign * excess_seconds
+        interval = {"low_seconds": mean - half_seconds, "high_seconds": mean + half_seconds}
+        record.join.excesses.add(rank=rank, steps=steps, excess_seconds=mean, **interval)
+    for entry in record.ranks:
+        entry.step_times.before_seconds = 0.1
+        entry.summary.advice.append(f"rank {entry.rank} needs a link of twice the bandwidth")
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({}, "The recording confirms it: rank 1 works 50 ms longer in a step than rank 0 (between 40 ms and 60"),
+        ({"excess_seconds": 0.001}, "The recording contradicts it: rank 1 works 1 ms longer in a step than rank 0"),
+        ({"half_seconds": 0.2, "steps": 2}, "The recording is too short to tell: rank 1 works 50 ms longer"),
+    ],
+)
+def test_a_capture_begins_with_the_verdict_and_judges_it(
+    daemon: ScriptedCaptures,
+    endpoint: str,
+    capsys: pytest.CaptureFixture[str],
+    figures: dict[str, float],
+    says: str,
+) -> None:
+    daemon.script = [capture(ANALYSED, ANALYSED, ANALYSED, edit=lambda record: slow(record, **figures))]
+    assert run(command, "--connect", endpoint, "--ranks", "straggler+peer") == 0
+    assert daemon.requests[0].WhichOneof("length") is None
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    first = lines.index("The verdict on the job was: rank 1 is slow because of train.py:11 (augment).")
+    assert lines[first + 1].startswith(says)
+    assert lines[first + 2].startswith("Rank 1: ")
+    assert "Try: look at train.py:11: why does rank 1 spend more time there than its peers?" in lines
+    # Nothing about the rank that waits, and no other advice.
+    assert not any(text in shown for text in ("Rank 0: ", "link", "cannot be compared", "no rank stands out"))
+
+
+def test_ranks_that_only_wait_get_no_advice(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def waiting(record: pb.Capture) -> None:
+        slow(record)
+        record.verdict.culprits[:] = [3]
+        del record.join.excesses[:]
+
+    daemon.script = [capture(ANALYSED, ANALYSED, ANALYSED, edit=waiting)]
+    assert run(command, "--connect", endpoint, "--ranks", "0,1") == 0
+    shown = capsys.readouterr().out
+    assert "The verdict on the job was: rank 3 is slow" in shown
+    assert "Rank 0: " not in shown and "Rank 1: " not in shown and "link" not in shown
+
+
+def test_two_steps_of_a_healthy_job_name_nobody(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def healthy(record: pb.Capture) -> None:
+        slow(record, half_seconds=0.2, steps=2)
+        record.verdict.CopyFrom(verdict_message(Verdict(Kind.HEALTHY, "healthy"), 0.0))
+
+    daemon.script = [capture(ANALYSED, ANALYSED, ANALYSED, edit=healthy)]
+    assert run(command, "--connect", endpoint, "--steps", "2") == 0
+    shown = capsys.readouterr().out
+    assert "The verdict on the job was: healthy." in shown
+    assert "Between the recorded ranks no difference is clear; of the job this tells nothing more: traces of 2" in shown
+    assert "slow" not in shown and "link" not in shown
 
 
 def test_an_undelivered_rank_gives_exit_code_1_and_its_cause(

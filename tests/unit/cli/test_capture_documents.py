@@ -59,9 +59,10 @@ def test_every_documented_message_exists_in_the_code() -> None:
 
 def test_every_key_of_the_json_is_described_and_no_other() -> None:
     record = capture(ANALYSED, ANALYSED, ANALYSED, edit=joined)
+    record.join.excesses.add(rank=1, steps=3)
     record.ranks[0].step_times.before_seconds = 1.0
     told = to_object(record)
-    keys = {*told, *told["summary"], *told["summary"]["join"]}
+    keys = {*told, *told["summary"], *told["summary"]["join"], *told["summary"]["join"]["excesses"][0]}
     for rank in told["ranks"]:
         keys |= {*rank, *rank["summary"], *(rank["step_times"] or {})}
     rows = [line for line in section("JSON").splitlines() if line.startswith("| `")]

@@ -15,6 +15,7 @@ import pytest
 from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli import run
+from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.main import main
 from rankscope.cli.output_file import keep_output
 from rankscope.cli.standalone import Standalone
@@ -171,3 +172,16 @@ def test_all_steps_of_the_lowest_rank_are_summed_up(tmp_path: Path, monkeypatch:
     watch((state("other"), state("job")))
     (job,) = watch.jobs
     assert job.step_times.seconds.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "1"), ("0", "0"), ("1", "1")])
+def test_captures_on_gpus_are_harmless_unless_the_user_chose_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", chosen)
+    environment = probe_environment()
+    assert environment["TEARDOWN_CUPTI"] == expected
+    # A process that polls a daemon which has gone takes seconds longer to exit.
+    assert not any(name.startswith("KINETO") for name in environment)

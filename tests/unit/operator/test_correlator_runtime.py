@@ -87,7 +87,8 @@ def stub(runtime: CorrelatorRuntime) -> Iterator[CaptureServiceStub]:
 def test_ranks_of_all_daemons_form_one_capturable_run(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
     with correlator(tmp_path, daemons) as runtime, stub(runtime) as user:
         all_report(runtime)
-        *_, last = user.StartCapture(pb.StartCaptureRequest(job=RUN, ranks="1,2", steps=3, id="mine"), timeout=60)
+        # The only run need not be named.
+        *_, last = user.StartCapture(pb.StartCaptureRequest(ranks="1,2", steps=3, id="mine"), timeout=60)
         assert last.capture.state == pb.CAPTURE_STATE_ANALYSED
         assert (last.capture.id, last.capture.job) == ("mine", RUN)
         assert {entry.rank: entry.node for entry in last.capture.ranks} == {1: "node-a", 2: "node-b"}
@@ -115,6 +116,8 @@ def test_profiles_and_stacks_of_a_run_come_from_all_daemons(tmp_path: Path, daem
         profile = read_pprof(b"".join(part.pprof for part in parts))
         assert {one.rank for one in profile} == {3} and profile.samples_total == PROFILE_SAMPLES
         assert {one.job for daemon in daemons for one in daemon.selections} == {RUN}
+        with pytest.raises(grpc.RpcError, match="name a run with --run"):
+            user.DumpStacks(profile_service_pb2.DumpStacksRequest(), timeout=60)
         dumped = user.DumpStacks(profile_service_pb2.DumpStacksRequest(job=RUN), timeout=60)
         assert {stack.rank: stack.node for stack in dumped.ranks if stack.frames} == nodes(runtime)
         with pytest.raises(grpc.RpcError, match="no run other; next: rankscope top"):
@@ -171,7 +174,7 @@ def test_a_restart_continues_a_capture_and_lists_what_ended(tmp_path: Path, daem
 def test_an_alert_captures_a_run_of_any_name_once(tmp_path: Path, daemons: list[ScriptedDaemon]) -> None:
     with correlator(tmp_path, daemons) as runtime:
         all_report(runtime)
-        wanted = Wanted(RUN, (0, 3), frozenset({3}), True, "RankscopeStragglerRank", "firing-1")
+        wanted = Wanted(RUN, (0, 3), frozenset({3}), "RankscopeStragglerRank", "firing-1")
         name = runtime._capture(wanted)
         assert name.startswith("exp-3-10-2-alert-")
         assert runtime._capture(wanted) == name

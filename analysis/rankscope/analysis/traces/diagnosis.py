@@ -134,7 +134,8 @@ def rank_findings(join: Join, evidence: Evidence, policy: Policy) -> list[Findin
     saving, ratio = evidence.lost("waiting")
     latest = max(join.last_arrivals, key=lambda rank: join.last_arrivals[rank], default=None)
     often = ""
-    if latest is not None and join.collectives_matched:
+    # Of a job in which no rank stands out, the join's reason names a rank that is always last.
+    if latest is not None and join.collectives_matched and join.verdict.value != "healthy":
         often = f"; rank {latest} was last in {join.last_arrivals[latest]} of {join.collectives_matched}"
     words = f"ranks wait {quantity(saving, 'us')} a step in collectives for the last one to arrive{often}"
     return [evidence.finding("waiting_for_ranks", ratio, words, {"wait_us": saving})]

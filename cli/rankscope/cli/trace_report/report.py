@@ -207,7 +207,7 @@ def facts(report: Report) -> str:
         if join.verdict is Kind.INSUFFICIENT_DATA:
             text += f"; no verdict on ranks: {join.reason}"
         elif join.verdict is Kind.HEALTHY:
-            text += "; no rank stands out"
+            text += f"; {join.reason}"
     if report.broken:
         text += f"; {count(len(report.broken), 'file')} could not be read"
     return text

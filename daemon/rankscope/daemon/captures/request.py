@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from rankscope.analysis.traces.joins.comparison import UNMEASURED_SECONDS, LiveSteps, steps_to_record
 from rankscope.common.rank_selection import SUSPECTS, ChoiceError, Suspected, UnknownRankError
 from rankscope.common.rank_selection import choose_ranks as chosen
 from rankscope.common.text import printable
@@ -27,6 +28,7 @@ from rankscope.daemon.captures.orders import (
 )
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.job_service_pb2 import Verdict
 
 MAX_START_AHEAD_SECONDS = 600.0
 # It becomes the name of a directory.
@@ -34,7 +36,11 @@ _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 NAME_CHARACTERS = 200
 RUNS_NAMED = 8
 TEXT_CHARACTERS = 512
+MAX_CULPRITS = 64
+_CAUSE_TEXTS = ("phase", "evidence", "bound", "stalls")
 SuspectsOf = Callable[[str], Suspected | None]
+# The verdict on a job that the correlation has reached; None without a correlation.
+VerdictOf = Callable[[str], Verdict | None]
 
 
 def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
@@ -46,11 +52,18 @@ def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
     return request.id
 
 
-def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None]:
-    """Steps or seconds; one of them is None."""
+def length_of(
+    request: pb.StartCaptureRequest, live: Mapping[int, LiveSteps], culprits: Collection[int]
+) -> tuple[int | None, float | None]:
+    """Steps or seconds; one of them is None. Without a length in the request, as many steps as tell the culprits from
+    the other ranks. `live` is by rank, of those to record whose steps are measured."""
     which = request.WhichOneof("length")
+    repeat = min(max(1, request.options.repeat), MAX_REPEAT)
     if which is None:
-        raise BadRequestError("say how long: --steps N or --seconds S")
+        steps = steps_to_record(live, culprits)
+        if steps is None:
+            return None, min(UNMEASURED_SECONDS, MAX_RECORDING_SECONDS / repeat)
+        return max(1, min(steps, MAX_STEPS // repeat)), None
     if which == "steps":
         if not 1 <= request.steps <= MAX_STEPS:
             raise BadRequestError(f"{request.steps} steps: a capture takes 1 to {MAX_STEPS}")
@@ -114,6 +127,20 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
 def kept_text(text: str) -> str:
     """A caller's text as it may be stored and shown: one line, bounded."""
     return printable(text, TEXT_CHARACTERS).strip()
+
+
+def kept_verdict(verdict: Verdict) -> Verdict:
+    """A verdict as it may be stored and shown: bounded. Its frames and sentences come from containers."""
+    kept = Verdict()
+    kept.CopyFrom(verdict)
+    del kept.culprits[MAX_CULPRITS:]
+    del kept.cause.frames[1:]
+    for message, names in ((kept, ("group", "reason", "asynchronous")), (kept.cause, _CAUSE_TEXTS)):
+        for name in names:
+            setattr(message, name, kept_text(getattr(message, name)))
+    for frame in kept.cause.frames:
+        frame.file, frame.function = kept_text(frame.file), kept_text(frame.function)
+    return kept
 
 
 # Which run and ranks a request is for.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from rankscope.analysis.traces.joins.comparison import LiveSteps
 from rankscope.daemon.captures.orders import (
     Backend,
     CancelledError,
@@ -35,10 +36,12 @@ from rankscope.daemon.captures.records import (
 )
 from rankscope.daemon.captures.request import (
     SuspectsOf,
+    VerdictOf,
     choose_processes,
     choose_ranks,
     id_of,
     kept_text,
+    kept_verdict,
     length_of,
     options_of,
     patience_of,
@@ -134,7 +137,7 @@ def _process(rank: RankProcess) -> tuple[int, int]:
 
 
 class CaptureRunner:
-    """Thread-safe. The correlation sets `suspects_of` later."""
+    """Thread-safe. The correlation sets `suspects_of` and `verdict_of` later."""
 
     def __init__(
         self,
@@ -146,6 +149,7 @@ class CaptureRunner:
         earliest_start: Callable[[Sequence[RankProcess], float], float] = lambda ranks, now: now,
         step_seconds: StepSecondsOf = lambda rank, start, end: None,
         stalled_seconds: Callable[[RankProcess], float | None] = lambda rank: None,
+        live_steps: Callable[[RankProcess], LiveSteps | None] = lambda rank: None,
         unix_seconds: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
         tenant_of: Callable[[RankProcess], str] = tenant_of,
@@ -156,9 +160,11 @@ class CaptureRunner:
         self._ranks = ranks
         self._earliest_start = earliest_start
         self._step_seconds = step_seconds
+        self._live_steps = live_steps
         self._unix_seconds = unix_seconds
         self._tenant_of = tenant_of
         self.suspects_of: SuspectsOf = lambda job: None
+        self.verdict_of: VerdictOf = lambda job: None
         self.records = Records(archive.save, archive.load(), archive.tenant)
         self.tally = CaptureTally()
         self._reservations = Reservations(node, backends, stalled_seconds)
@@ -182,7 +188,10 @@ class CaptureRunner:
         job = next(rank.job for rank in here.values())
         world_size = max(rank.world_size for rank in here.values())
         numbers = choose_ranks(request.ranks, job, here.keys(), world_size, self.suspects_of)
-        steps, seconds = length_of(request)
+        verdict = request.verdict if request.HasField("verdict") else self.verdict_of(job)
+        latest = {number: self._live_steps(here[number]) for number in numbers if number in here}
+        live = {number: known for number, known in latest.items() if known is not None}
+        steps, seconds = length_of(request, live, () if verdict is None else verdict.culprits)
         patience_seconds, options = patience_of(request), options_of(request)
         now = self._unix_seconds()
         capture = pb.Capture(
@@ -193,6 +202,8 @@ class CaptureRunner:
             requested_unix_millis=round(now * 1000),
             requested_by=kept_text(requested_by),
         )
+        if verdict is not None:
+            capture.verdict.CopyFrom(kept_verdict(verdict))
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
         tenant = next((self._tenant_of(here[number]) for number in numbers if number in here), "")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from rankscope.analysis.traces.joins.comparison import LiveSteps
 from rankscope.daemon.captures.duty_cycle import DutyCaptures, DutyCycle, DutySettings
 from rankscope.daemon.captures.kineto.backend import KinetoBackend
 from rankscope.daemon.captures.kineto.endpoint import Endpoint
@@ -22,7 +23,7 @@ from rankscope.daemon.captures.orders import Backend, BadRequestError, CaptureEr
 from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import FINAL, CaptureAudit
-from rankscope.daemon.captures.request import SuspectsOf
+from rankscope.daemon.captures.request import SuspectsOf, VerdictOf
 from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
@@ -170,11 +171,13 @@ class RecentSteps:
         self._lock = threading.Lock()
         self._windows: dict[RankKey, deque[tuple[float, float, int, float]]] = {}
         self._stalled_seconds: dict[RankKey, float] = {}
+        self._latest: dict[RankKey, LiveSteps] = {}
 
     def add(self, windows: Mapping[RankKey, RankWindow]) -> None:
         with self._lock:
             for key in self._windows.keys() - windows.keys():
                 del self._windows[key]
+                self._latest.pop(key, None)
             self._stalled_seconds = {
                 key: window.stall.seconds_since_step for key, window in windows.items() if window.HasField("stall")
             }
@@ -185,6 +188,14 @@ class RecentSteps:
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=MAX_WINDOWS))
                     kept.append((start, end, window.steps, window.step_seconds.mean))
+                    own = window.self_seconds if window.HasField("self_seconds") else None
+                    figures = () if own is None else (own.mean, own.p10, own.p90)
+                    self._latest[key] = LiveSteps(window.step_seconds.mean, *figures)
+
+    def latest(self, rank: RankProcess) -> LiveSteps | None:
+        """The steps of its latest window that has some; None if there is none."""
+        with self._lock:
+            return self._latest.get(rank.key)
 
     def stalled_seconds(self, rank: RankProcess) -> float | None:
         """Since the rank's last step; None while it makes steps, or may."""
@@ -253,6 +264,7 @@ class NodeCaptures:
             earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
             stalled_seconds=self._steps.stalled_seconds,
+            live_steps=self._steps.latest,
             audit=audit,
             tenant_of=partial(tenant_of, proc_root=proc_root),
         )
@@ -275,9 +287,9 @@ class NodeCaptures:
         servicer = CaptureServicer(self._runner, self._store)
         return Service.of("CaptureService", capture_service_pb2_grpc.add_CaptureServiceServicer_to_server, servicer)
 
-    def suspect(self, suspects_of: SuspectsOf) -> None:
-        """Which ranks are slow: answered by the correlation."""
-        self._runner.suspects_of = suspects_of
+    def correlate(self, suspects_of: SuspectsOf, verdict_of: VerdictOf) -> None:
+        """Which ranks are slow, and the verdict: answered by the correlation."""
+        self._runner.suspects_of, self._runner.verdict_of = suspects_of, verdict_of
 
     def start(self) -> None:
         self._endpoint.start()

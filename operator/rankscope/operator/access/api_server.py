@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -156,6 +156,7 @@ class UserApi:
         audit: CaptureAudit,
         tls: FollowedTls | None,
         has_namespaces: bool = True,
+        plain_runs: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._traces = traces
         service = UserCaptures(
@@ -166,8 +167,9 @@ class UserApi:
             audit,
             is_ready=lambda: captures.listed.is_set() and runs.is_listed,
             has_namespaces=has_namespaces,
+            plain_runs=plain_runs,
         )
-        self._services = (service, UserProfiles(runs, relay, audit, has_namespaces), jobs)
+        self._services = (service, UserProfiles(runs, relay, audit, has_namespaces, plain_runs), jobs)
         guard = Guard(authentication, audit)
         self.calls = guard.counts
         self.server = UserApiServer(settings, self.handlers(guard), tls)

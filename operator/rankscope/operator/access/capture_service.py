@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import grpc
@@ -54,6 +54,9 @@ def answer(thing: CaptureObject, details: Mapping[str, pb.Capture] | None = None
     )
     if isinstance(status.start_skew_ms, float):
         capture.start_skew_millis = status.start_skew_ms
+    judged = next((one for one in (details or {}).values() if one.HasField("verdict")), None)
+    if judged is not None:
+        capture.verdict.CopyFrom(judged.verdict)
     said = [one for one in (details or {}).values() if one.HasField("join")]
     if len(said) == 1 and len({rank.node for rank in status.ranks}) == 1:
         capture.join.CopyFrom(said[0].join)
@@ -142,8 +145,11 @@ class UserCaptures:
         audit: CaptureAudit,
         is_ready: Callable[[], bool] = lambda: True,
         has_namespaces: bool = True,
+        plain_runs: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`has_namespaces` is False without Kubernetes: runs and captures have plain names there."""
+        """`has_namespaces` is False without Kubernetes: runs and captures have plain names there. `plain_runs` returns
+        the names of the runs."""
+        self._plain_runs = plain_runs
         self._api = api
         self._captures = captures
         self._run_of = run_of
@@ -168,7 +174,7 @@ class UserCaptures:
 
     def start(self, request: pb.StartCaptureRequest, call: Call) -> Iterator[pb.StartCaptureResponse]:
         """The capture goes on when the caller leaves: GetCapture has the result."""
-        place = place_of_run(request.job, self._has_namespaces)
+        place = place_of_run(request.job, self._has_namespaces, self._plain_runs())
         access = Access("create", place.namespace)
         call.require(access)
         spec = spec_document(request, place)

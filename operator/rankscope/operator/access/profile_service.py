@@ -8,7 +8,7 @@ the pods that the API server has for the run, whatever a caller says."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -62,8 +62,10 @@ class UserProfiles:
         relay: ProfileRelay,
         audit: CaptureAudit,
         has_namespaces: bool = True,
+        plain_runs: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`has_namespaces` is False without Kubernetes: runs have plain names there."""
+        """`has_namespaces` is False without Kubernetes: runs have plain names there, which `plain_runs` returns."""
+        self._plain_runs = plain_runs
         self._runs = runs
         self._relay = relay
         self._audit = audit
@@ -127,7 +129,7 @@ class UserProfiles:
             return _comparison(profile, usual, problems)
 
     def dump(self, request: pb.DumpStacksRequest, call: Call) -> pb.DumpStacksResponse:
-        place = place_of_run(request.job, self._has_namespaces)
+        place = place_of_run(request.job, self._has_namespaces, self._plain_runs())
         call.require(Access("create", place.namespace))
         _check_ranks(request.ranks)
         target = self._nodes(place)
@@ -154,7 +156,7 @@ class UserProfiles:
 
     def _readable(self, selection: pb.ProfileSelection, call: Call) -> Place:
         """Whether the run exists is shown only to callers that may read its profiles."""
-        place = place_of_run(selection.job, self._has_namespaces)
+        place = place_of_run(selection.job, self._has_namespaces, self._plain_runs())
         call.require(Access("get", place.namespace, subresource="artifacts"))
         return place
 

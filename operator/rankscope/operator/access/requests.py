@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import grpc
@@ -83,10 +84,12 @@ def _place_of(text: str, has_namespaces: bool, what: str, lists: str) -> Place:
     return Place(namespace, name)
 
 
-def place_of_run(text: str, has_namespaces: bool = True) -> Place:
+def place_of_run(text: str, has_namespaces: bool = True, runs: Collection[str] = ()) -> Place:
+    """Without Kubernetes, the only one of the `runs` need not be named."""
     if not has_namespaces:
+        text = next(iter(runs)) if not text and len(runs) == 1 else text
         if not 1 <= len(text) <= 253 or "/" in text:
-            raise bad("name a run as `rankscope top` shows it")
+            raise bad("name a run with --run, as `rankscope top` shows it")
         return Place("", text)
     namespace, _, run = text.partition("/")
     name, hash_sign, number = run.partition("#")

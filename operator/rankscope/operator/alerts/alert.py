@@ -93,7 +93,6 @@ class Wanted:
     job: str  # the correlation's name
     ranks: tuple[int, ...]  # sorted
     accused: frozenset[int]  # those that an alert or the verdict blames
-    steps_are_known: bool
     reason: str
     occasion: str = ""  # the same for every notification of one firing
 
@@ -125,9 +124,8 @@ def choose(state: JobState, concerns: Sequence[Concern]) -> Wanted:
     if not ranks:
         raise RefusedError("no rank of the job reports")
     names = ", ".join(dict.fromkeys(concern.alert.name or "without a name" for concern in concerns))
-    steps_are_known = state.step_seconds is not None
     occasion = " ".join(min(concern.alert.occasion for concern in concerns))
-    return Wanted(state.job, ranks, frozenset(accused), steps_are_known, f"alert {names}", occasion)
+    return Wanted(state.job, ranks, frozenset(accused), f"alert {names}", occasion)
 
 
 def _rank(alert: Alert, state: JobState) -> int:

@@ -17,7 +17,6 @@ from rankscope.operator.kube.api_client import ApiError, ConflictError, Document
 from rankscope.operator.kube.leader_election import Leases
 from rankscope.operator.kube.objects import RunObject
 
-STEPS = 3
 # Alerts have no policy with a cooldown; captures of policies count too.
 REST_SECONDS = 600.0
 KEPT_SECONDS = 7 * 86400
@@ -77,7 +76,6 @@ class AlertCaptures:
             "ttlSecondsAfterFinished": KEPT_SECONDS,
             "reason": wanted.reason[:1024],
         }
-        spec |= {"steps": STEPS} if wanted.steps_are_known else {"seconds": rules.SECONDS}
         spec |= rules.job_number(wanted.job)
         annotations = {rules.TRIGGER: rules.BY_ALERT, rules.FINDING: finding[:1024]}
         body = rules.capture_document(name, run, spec, annotations)

@@ -41,8 +41,6 @@ BY_POLICY, BY_ALERT = "policy", "alert"
 DAY_SECONDS = 86400.0
 # A finding that returns after this long is a new one.
 RECOVERED_SECONDS = 60.0
-# For ranks without step times.
-SECONDS = 2.0
 # There are no steps to record, and the verdict has the stacks.
 NEVER = frozenset({Kind.HANG, Kind.HEALTHY, Kind.INSUFFICIENT_DATA})
 
@@ -147,7 +145,8 @@ def capture_body(
         "ttlSecondsAfterFinished": int(max(spec.ttl_seconds_after_finished, spec.cooldown_seconds, DAY_SECONDS)),
         "reason": f"policy {policy.name}: {state.verdict.reason}"[:1024],
     }
-    wanted |= {"steps": spec.steps} if state.step_seconds is not None else {"seconds": SECONDS}
+    if isinstance(spec.steps, int) and state.step_seconds is not None:
+        wanted["steps"] = spec.steps
     wanted |= job_number(state.job)
     annotations = {TRIGGER: BY_POLICY, POLICY: policy.name, FINDING: finding_of(state)}
     return capture_document(name, run, wanted, annotations)

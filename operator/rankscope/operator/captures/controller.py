@@ -12,13 +12,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
+from rankscope.analysis.traces.joins.comparison import UNMEASURED_SECONDS, LiveSteps, steps_to_record
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import SUSPECTS, ChoiceError, choose_ranks
 from rankscope.common.run_names import run_name
@@ -26,6 +27,7 @@ from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls, Target
 from rankscope.operator.captures.status import concluded, failed_ranks, findings_of, is_ended, summarised, updated_ranks
 from rankscope.operator.correlation.correlator import JobState, suspects
+from rankscope.operator.correlation.job_service import verdict_message
 from rankscope.operator.kube.api_client import (
     ApiError,
     ConflictError,
@@ -65,6 +67,9 @@ class PlanError(Exception):
 class Plan:
     job: str
     ranks: tuple[CapturedRank, ...]
+    # Chosen by the steps of the ranks; both None if the spec has a length.
+    steps: int | None = None
+    seconds: float | None = None
 
 
 def plan(spec: CaptureSpec, run: str, state: JobState | None, ranks_limit: int) -> Plan:
@@ -91,7 +96,20 @@ def plan(spec: CaptureSpec, run: str, state: JobState | None, ranks_limit: int) 
             )
     if all(rank.state == "failed" for rank in ranks):
         raise PlanError("NoRanks", f"none of the ranks {spec.ranks} reports")
-    return Plan(state.job, tuple(ranks))
+    if isinstance(spec.steps, int) or isinstance(spec.seconds, float):
+        return Plan(state.job, tuple(ranks))
+    steps = steps_to_record(_live_steps(state, chosen), state.verdict.culprits)
+    return Plan(state.job, tuple(ranks), steps, UNMEASURED_SECONDS if steps is None else None)
+
+
+def _live_steps(state: JobState, ranks: Collection[int]) -> dict[int, LiveSteps]:
+    live = {}
+    for window in state.windows:
+        if window.identity.rank in ranks and window.HasField("step_seconds"):
+            own = window.self_seconds if window.HasField("self_seconds") else None
+            figures = () if own is None else (own.mean, own.p10, own.p90)
+            live[window.identity.rank] = LiveSteps(window.step_seconds.mean, *figures)
+    return live
 
 
 def by_node(ranks: Mapping[int, CapturedRank]) -> dict[str, list[int]]:
@@ -262,7 +280,9 @@ class CapturesController:
 
     def _target(self, thing: CaptureObject) -> Target | None:
         state = self._states().get(thing.job)
-        return None if state is None else Target(state.job, state.identities)
+        if state is None:
+            return None
+        return Target(state.job, state.identities, verdict_message(state.verdict, state.since_unix_seconds))
 
     def _may_change(self, thing: CaptureObject, error: PlanError) -> bool:
         """Ranks may still appear, and after a restart the straggler is not known yet."""
@@ -282,6 +302,8 @@ class CapturesController:
             job=planned.job[:256],
             capture_id=thing.capture_id,
             start_unix_ms=round((now + START_AHEAD_SECONDS) * 1000),
+            steps=UNSET if planned.steps is None else planned.steps,
+            seconds=UNSET if planned.seconds is None else planned.seconds,
             started_at=timestamp(now),
             ranks=list(planned.ranks),
             delivered=f"0/{len(planned.ranks)}",

@@ -22,6 +22,7 @@ from rankscope.operator.kube.resources import CaptureSpec
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.job_service_pb2 import Verdict
 
 CALL_SECONDS = 10.0
 _REFUSALS = frozenset(
@@ -57,6 +58,7 @@ class DaemonCalls:
         spec: CaptureSpec,
         start_unix_millis: int,
         why: str,
+        verdict: Verdict,
     ) -> pb.Capture:
         """`pods` is the rank to its pod's uid. The same id again is the same capture: a restarted operator may request
         it twice."""
@@ -69,6 +71,7 @@ class DaemonCalls:
             reason=why,
             start_unix_millis=start_unix_millis,
             patience_seconds=spec.patience_seconds,
+            verdict=verdict,
         )
         if isinstance(spec.steps, int):
             request.steps = spec.steps
@@ -142,6 +145,7 @@ class Target:
 
     job: str  # as the daemons call it
     identities: Mapping[int, RankIdentity]
+    verdict: Verdict
 
 
 class CaptureRequests:
@@ -220,7 +224,11 @@ class CaptureRequests:
         if isinstance(spec.reason, str) and spec.reason:
             why += f": {spec.reason}"
         self._starts(thing)
-        capture = self._calls.start(address, thing.capture_id, target.job, pods, spec, start_unix_millis, why)
+        if not isinstance(spec.steps, int) and not isinstance(spec.seconds, float):
+            spec = structs.replace(spec, steps=thing.status.steps, seconds=thing.status.seconds)
+        capture = self._calls.start(
+            address, thing.capture_id, target.job, pods, spec, start_unix_millis, why, target.verdict
+        )
         gone = [rank for rank in ranks if rank not in pods]
         capture.ranks.extend(pb.RankCapture(rank=rank, state=FAILED, error=f"not on {node} any more") for rank in gone)
         return capture

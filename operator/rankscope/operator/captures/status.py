@@ -11,6 +11,7 @@ from rankscope.analysis.traces.joins.self_time import StepTimes
 from rankscope.analysis.traces.joins.step_verdict import judge_steps
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.window_columns import MIN_STEP_SECONDS, plausible_seconds
+from rankscope.operator.correlation.job_service import judgement_of
 from rankscope.operator.kube.objects import condition, merged_conditions, timestamp
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
@@ -115,7 +116,7 @@ def concluded(
 def findings_of(reported: Mapping[str, pb.Capture], policy: Policy) -> list[str]:
     """Findings of all traces together first, then of each rank."""
     ranks = [rank for capture in reported.values() for rank in capture.ranks]
-    joint = [capture.join.reason for capture in reported.values() if capture.HasField("join") and capture.join.reason]
+    joint = [text for capture in reported.values() if (text := judgement_of(capture) or capture.join.reason)]
     if len(reported) > 1:
         joint = [text for text in [joint_finding(ranks, policy)] if text is not None]
     single = [f"rank {rank.rank}: {finding}" for rank in ranks for finding in rank.summary.findings[:2]]

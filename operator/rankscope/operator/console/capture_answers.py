@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from rankscope.analysis.traces.summary_records import TraceSummary
 from rankscope.analysis.verdicts.verdict import Kind, Verdict, headline
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.common.text import printable
+from rankscope.operator.correlation.job_service import excesses_of, judgement_of, verdict_of
 from rankscope.v1 import capture_service_pb2 as pb
 
 # Of a list: kernels, findings, notes.
@@ -35,6 +37,16 @@ class RankTraceSummary(TraceSummary, frozen=True):
     rank: int
 
 
+class RankExcess(msgspec.Struct):
+    """The self time of a rank less that of the median of the other recorded ranks: mean per step, with its interval."""
+
+    rank: int
+    steps: int
+    excess_seconds: float
+    low_seconds: float
+    high_seconds: float
+
+
 class JoinSummary(msgspec.Struct):
     clock_residual_micros: float
     collectives_matched: int
@@ -44,10 +56,13 @@ class JoinSummary(msgspec.Struct):
     reason: str
     confidence: str
     impact_ratio: float | None  # share of the steps that would come back
+    excesses: list[RankExcess]  # the largest first
 
 
 class CaptureSummary(msgspec.Struct):
     sentence: str
+    verdict: str | None  # on the job, when the capture was asked for
+    judgement: str | None  # whether the recording confirms or contradicts the verdict, or is too short to tell
     findings: list[str]  # in sentences, the most worthwhile first
     join: JoinSummary | None
     ranks: list[RankTraceSummary]
@@ -106,6 +121,8 @@ def capture_answer(
         start_skew_ms=_value(capture, "start_skew_millis"),
         summary=CaptureSummary(
             sentence=sentence(capture),
+            verdict=printable(headline(_live_verdict(capture))) if capture.HasField("verdict") else None,
+            judgement=judgement_of(capture) or None,
             findings=[*findings(capture), *slowdowns(capture)],
             join=JoinSummary(**_join(capture.join)) if capture.HasField("join") else None,
             ranks=[RankTraceSummary(rank=rank, **_fields(summary)) for rank, summary in summaries],
@@ -141,12 +158,19 @@ def _rank(entry: pb.RankCapture, files: Mapping[int, Sequence[str]] | None, down
 
 def _join(join: pb.JoinSummary) -> dict[str, Any]:
     last_arrivals = {str(rank): number for rank, number in sorted(join.last_arrivals.items())}
-    return {**_fields(join), "culprits": sorted(join.culprits), "last_arrivals": last_arrivals}
+    excesses = [RankExcess(**asdict(excess)) for excess in excesses_of(join)]
+    return {
+        **_fields(join, without=("excesses",)),
+        "culprits": sorted(join.culprits),
+        "last_arrivals": last_arrivals,
+        "excesses": excesses,
+    }
 
 
-def _fields(message: Message) -> dict[str, Any]:
-    """A flat message; the field names are the keys."""
-    return {field.name: _plain(message, field.name) for field in message.DESCRIPTOR.fields}
+def _fields(message: Message, without: Sequence[str] = ()) -> dict[str, Any]:
+    """A flat message but for the fields in `without`; the field names are the keys."""
+    names = [field.name for field in message.DESCRIPTOR.fields if field.name not in without]
+    return {name: _plain(message, name) for name in names}
 
 
 def _plain(message: Message, name: str) -> Any:
@@ -224,14 +248,42 @@ def outcome(capture: pb.Capture) -> str:
 
 
 def findings(capture: pb.Capture) -> list[str]:
-    """Findings of the traces, the most important first; empty if nothing was analysed."""
-    said = [_verdict(capture.join)] if capture.HasField("join") and capture.join.verdict else []
+    """The verdict on the job, what the recording says about it, and the findings of the traces; empty if nothing was
+    analysed."""
     with_findings = [entry for entry in delivered(capture) if entry.summary.findings]
-    if with_findings:
-        culprit = next((one for one in with_findings if one.rank in capture.join.culprits), with_findings[0])
-        said.append(f"rank {culprit.rank}: {printable(culprit.summary.findings[0])}")
-        said += [f"rank {culprit.rank}: {printable(advice)}" for advice in culprit.summary.advice[:1]]
+    if not with_findings and not capture.HasField("join"):
+        return []
+    said = []
+    if capture.HasField("verdict"):
+        said.append(f"the verdict on the job was: {printable(headline(_live_verdict(capture)))}")
+    # A judgement has the comparison of the ranks in it.
+    said += [text for text in [judgement_of(capture) or _comparison(capture.join)] if text]
+    shown = _shown_rank(capture, with_findings)
+    if shown is not None:
+        said.append(f"rank {shown.rank}: {printable(shown.summary.findings[0])}")
+        # What to change about a slow rank is what the verdict names. Where the recording does not tell who waited, a
+        # faster link may be the advice for a rank that waits.
+        if not _accused(capture) and capture.join.verdict != Kind.INSUFFICIENT_DATA.value:
+            said += [f"rank {shown.rank}: {printable(advice)}" for advice in shown.summary.advice[:1]]
     return said
+
+
+def _shown_rank(capture: pb.Capture, entries: Sequence[pb.RankCapture]) -> pb.RankCapture | None:
+    """The culprit. Without one, the rank that waited least: the communication of the others is mostly waiting, and what
+    would speed it up is not theirs to change. None if only ranks that wait for a culprit were recorded."""
+    accused = _accused(capture) or capture.join.culprits
+    if accused:
+        return next((entry for entry in entries if entry.rank in accused), None)
+    return max(entries, key=lambda entry: (capture.join.last_arrivals.get(entry.rank, 0), -entry.rank), default=None)
+
+
+def _live_verdict(capture: pb.Capture) -> Verdict:
+    return verdict_of(capture.verdict)
+
+
+def _accused(capture: pb.Capture) -> tuple[int, ...]:
+    verdict = _live_verdict(capture)
+    return verdict.culprits if verdict.kind is Kind.SLOW_RANK else ()
 
 
 def slowdowns(capture: pb.Capture) -> list[str]:
@@ -255,20 +307,28 @@ def slowdowns(capture: pb.Capture) -> list[str]:
 
 def sentence(capture: pb.Capture) -> str:
     """The main sentence, for scripts and reports."""
-    return "; ".join([outcome(capture), *findings(capture)[:1]])
+    return "; ".join([outcome(capture), *findings(capture)[: 2 if capture.HasField("verdict") else 1]])
 
 
-def _verdict(join: pb.JoinSummary) -> str:
-    """About what was recorded: a few steps do not prove how the job behaves all day."""
+def _comparison(join: pb.JoinSummary) -> str:
+    """About what was recorded: a few steps do not prove how the job behaves all day. Empty without a comparison."""
+    if not join.verdict:
+        return ""
     reason = printable(join.reason)
     try:
         kind = Kind(join.verdict)
     except ValueError:
         return f"{printable(join.verdict)}: {reason}"
     if kind is Kind.INSUFFICIENT_DATA:
-        return f"the ranks cannot be compared: {reason}"
+        excesses = excesses_of(join)
+        if not excesses:
+            return f"the ranks cannot be compared: {reason}"
+        clear = [excess.sentence([each.rank for each in excesses]) for excess in excesses if excess.is_clear]
+        text = clear[0] if clear else "between the recorded ranks no difference is clear"
+        return f"{text}; of the job this tells nothing more: {reason}"
     if kind is Kind.HEALTHY:
-        return "in these steps no rank stands out"
+        # The reason names a rank that is always last, but hardly slower.
+        return f"in these steps {reason if reason.startswith('rank ') else 'no rank stands out'}"
     culprits = tuple(sorted(join.culprits))
     text = headline(Verdict(kind=kind, reason=reason, culprits=culprits))
     # The reason may begin with the rank's name, which the line already has.

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rankscope.analysis.quantities import quantity
+from rankscope.analysis.traces.joins.comparison import MAX_RECORDED_SECONDS, MAX_RECORDED_STEPS
 from rankscope.common.rank_selection import MAX_TEXT_CHARACTERS, STRAGGLER_AND_PEER, rank_ranges
 from rankscope.common.text import printable
 from rankscope.operator.console.answers import NAME_CHARACTERS, TEXT_CHARACTERS
@@ -96,7 +97,7 @@ class CaptureOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LengthQuery(RunQuery, forbid_unknown_fields=True):
-    """Either steps or seconds."""
+    """Steps or seconds; without either, as many steps as tell a slow rank from the others."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, lt=2**32)] | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -169,8 +170,11 @@ def start(api: Served, request: Request, body: StartCapture) -> Response:
     """The capture goes on when we hang up."""
     _check_length(body)
     options = pb.CaptureOptions(**{n: v for n, v in msgspec.structs.asdict(body.options).items() if v is not None})
-    length = {"steps": body.steps} if body.seconds is None else {"seconds": body.seconds}
-    wanted = pb.StartCaptureRequest(job=body.run, ranks=body.ranks, options=options, reason=body.reason, **length)
+    wanted = pb.StartCaptureRequest(job=body.run, ranks=body.ranks, options=options, reason=body.reason)
+    if body.steps is not None:
+        wanted.steps = body.steps
+    elif body.seconds is not None:
+        wanted.seconds = body.seconds
     with calls(api, request) as channel:
         call = CaptureServiceStub(channel).StartCapture(wanted, timeout=CALL_SECONDS)
         first = next(call, None)
@@ -181,8 +185,8 @@ def start(api: Served, request: Request, body: StartCapture) -> Response:
 
 
 def _check_length(query: LengthQuery) -> None:
-    if (query.steps is None) == (query.seconds is None):
-        raise ProblemError(400, "a capture is as long as its steps or its seconds", "name one of the two")
+    if query.steps is not None and query.seconds is not None:
+        raise ProblemError(400, "a capture is as long as its steps or its seconds", "name one of the two, or none")
 
 
 def cost(api: Served, request: Request, query: LengthQuery) -> Response:
@@ -193,6 +197,8 @@ def cost(api: Served, request: Request, query: LengthQuery) -> Response:
     recording = query.seconds
     if query.steps is not None and step is not None:
         recording = query.steps * step
+    elif query.seconds is None and step is not None:
+        recording = min(MAX_RECORDED_STEPS * step, MAX_RECORDED_SECONDS)
     duration = AROUND_SECONDS + (recording or 0.0)
     known = next((each for each in _listed(api, request, query.run) if delivered(each)), pb.Capture())
     times = [each.step_times for each in known.ranks]

@@ -1,4 +1,4 @@
-"""JobService: jobs and their verdicts over gRPC, and verdicts as messages and back."""
+"""JobService: jobs and their verdicts over gRPC, verdicts as messages and back, and what a recording says about one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import queue
 import time
 from collections.abc import Iterable, Iterator
+from math import isfinite
 from typing import Any
 
 import grpc
 import msgspec
 
+from rankscope.analysis.traces.joins.comparison import RankExcess, judgement
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.correlation.correlator import Correlator, JobState
@@ -19,9 +21,11 @@ from rankscope.operator.correlation.fleet_reports import NO_PERIOD, PERIODS, Fle
 from rankscope.operator.correlation.hang_store import HangStore
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1 import job_service_pb2_grpc
+from rankscope.v1.capture_service_pb2 import Capture, JoinSummary
 from rankscope.v1.window_pb2 import FrameShare
 
 REFRESH_SECONDS = 5.0  # at most between two messages of a watch
+MAX_EXCESSES = 64
 NO_REPORT = "there is no such report of a hang; `rankscope hangs` lists them"
 
 
@@ -113,6 +117,25 @@ def verdict_of(message: pb.Verdict) -> Verdict:
         cause=Cause(message.cause.phase, frames, message.cause.evidence, message.cause.bound, message.cause.stalls),
         asynchronous=message.asynchronous,
     )
+
+
+def excesses_of(join: JoinSummary) -> list[RankExcess]:
+    """The comparison of the recorded ranks, bounded: a daemon's report is hostile input."""
+    return [
+        RankExcess(each.rank, each.steps, each.excess_seconds, each.low_seconds, each.high_seconds)
+        for each in join.excesses[:MAX_EXCESSES]
+        if all(map(isfinite, (each.excess_seconds, each.low_seconds, each.high_seconds)))
+    ]
+
+
+def judgement_of(capture: Capture) -> str:
+    """`the recording confirms it: …`; empty where there is no verdict, or it is not about the recorded ranks."""
+    if not capture.HasField("verdict"):
+        return ""
+    times = [each.step_times for each in capture.ranks]
+    known = [each.before_seconds for each in times if each.HasField("before_seconds")]
+    known = known or [each.summary.step_seconds for each in capture.ranks if each.summary.HasField("step_seconds")]
+    return judgement(verdict_of(capture.verdict), excesses_of(capture.join), max(known, default=None))
 
 
 def _statuses(states: Iterable[JobState], wanted: str) -> Iterator[pb.JobStatus]:

@@ -140,7 +140,10 @@ class CaptureSpec(Struct, rename="camel", kw_only=True, forbid_unknown_fields=Tr
     ranks: Annotated[Ranks, Meta(description="all, straggler, straggler+peer, or a list as in 0,3-5.")] = (
         "straggler+peer"
     )
-    steps: Annotated[int, Meta(ge=1, le=100)] | UnsetType = UNSET
+    steps: (
+        Annotated[int, Meta(ge=1, le=100, description="Without steps and seconds: as many as tell a slow rank.")]
+        | UnsetType
+    ) = UNSET
     seconds: Annotated[float, Meta(gt=0, le=60)] | UnsetType = UNSET
     options: CaptureOptions = field(default_factory=CaptureOptions)
     patience_seconds: Annotated[float, Meta(ge=0, le=600)] = 60.0
@@ -173,6 +176,9 @@ class CaptureStatus(Struct, rename="camel", kw_only=True):
     job: Annotated[str, Meta(max_length=256)] | UnsetType = UNSET
     capture_id: Text | UnsetType = UNSET
     start_unix_ms: int | UnsetType = UNSET
+    # Where the spec has no length, so that the daemons of all nodes record the same.
+    steps: Annotated[int, Meta(ge=1, le=100, description="Chosen, if the spec has none.")] | UnsetType = UNSET
+    seconds: Annotated[float, Meta(gt=0, le=60, description="The same.")] | UnsetType = UNSET
     started_at: Moment | UnsetType = UNSET
     finished_at: Moment | UnsetType = UNSET
     delivered: Annotated[str, Meta(max_length=32, description="delivered/asked")] | UnsetType = UNSET
@@ -206,7 +212,9 @@ class AutomaticCaptures(Struct, rename="camel", kw_only=True, forbid_unknown_fie
     on: Annotated[list[Kind], Meta(min_length=1, max_length=len(Kind))] = field(
         default_factory=lambda: [Kind.SLOW_RANK]
     )
-    steps: Annotated[int, Meta(ge=1, le=100)] = 3
+    steps: Annotated[int, Meta(ge=1, le=100, description="By default as many as tell the slow rank.")] | UnsetType = (
+        UNSET
+    )
     cooldown_seconds: Annotated[int, Meta(ge=60)] = 3600
     per_day: Annotated[int, Meta(ge=1, le=1000)] = 10
     concurrent: Annotated[int, Meta(ge=1, le=100)] = 1

@@ -25,8 +25,6 @@ def capture_mistakes(document: Mapping[str, Any], old: Mapping[str, Any] | None)
     given = [name for name in ("steps", "seconds") if spec.get(name) is not None]
     if len(given) == 2:
         return ["spec.steps and spec.seconds exclude each other: give one"]
-    if not given:
-        return ["how long to record is missing: give spec.steps (exact) or spec.seconds"]
     ranks = spec.get("ranks")
     if isinstance(ranks, str):
         for first, last in _RANGE.findall(ranks):

@@ -170,6 +170,15 @@ def test_a_job_without_a_slow_rank_names_nobody() -> None:
     assert all(not finding.ranks for finding in found.findings)
 
 
+def test_a_rank_that_is_always_last_is_explained_once() -> None:
+    found, join = _joined(PlantedJob(2, steps=8, noise=0.001, slow={1: 1.05}))
+    assert join.verdict.value == "healthy"
+    assert join.reason.startswith("rank 1 is last in 32 of 32 collectives: rank 1 works")
+    assert join.reason.endswith("less than a slow rank")
+    waiting = next(finding for finding in found.findings if finding.kind == "waiting_for_ranks")
+    assert "last in" not in waiting.evidence
+
+
 def test_joining_trace_essentials_gives_the_result_of_whole_traces() -> None:
     files = {rank: H200 / f"gloo_2ranks_rank{rank}.json.gz" for rank in (0, 1)}
     for traces in ({r: read_trace(f.read_bytes()) for r, f in files.items()}, PlantedJob(slow={1: 1.4}).traces()):

@@ -90,14 +90,36 @@ def test_waiting_in_every_group_is_waiting() -> None:
     assert found.collectives_matched == 5 * 4 * 6
 
 
-def test_few_steps_give_low_confidence_and_one_names_nobody() -> None:
+def test_few_steps_give_low_confidence_and_two_name_nobody() -> None:
     job = PlantedJob(slow={3: 1.6})
     assert job.join().confidence is Confidence.HIGH
-    few = job.but(steps=2).join()
+    few = job.but(steps=4).join()
     assert (few.culprits, few.confidence) == ((3,), Confidence.LOW)
-    one = job.but(steps=1).join()
-    assert (one.verdict, one.culprits) == (Kind.INSUFFICIENT_DATA, ())
-    assert "complete steps in common: 1, needed: 2" in one.reason
+    two = job.but(steps=2).join()
+    assert (two.verdict, two.culprits) == (Kind.INSUFFICIENT_DATA, ())
+    assert "complete steps in common: 2, needed: 3" in two.reason
+
+
+def test_equal_ranks_of_noisy_steps_are_not_named() -> None:
+    """Steps that differ by a quarter make one of two equal ranks look slow in three steps of eight seeds."""
+    for seed in range(40):
+        found = PlantedJob(2, steps=3, buckets=1, noise=0.25, seed=seed).join()
+        assert found.culprits == (), f"seed {seed}: {found.reason}"
+
+
+def test_a_rank_that_is_always_last_is_not_called_inconspicuous() -> None:
+    found = PlantedJob(2, steps=4, buckets=1, noise=0.05, slow={1: 1.12}, seed=1).join()
+    assert found.last_arrivals == {0: 0, 1: 4}
+    assert found.verdict is Kind.INSUFFICIENT_DATA
+    assert "rank 1 is last in 4 of 4 collectives" in found.reason
+
+
+def test_a_pair_of_a_larger_job_is_compared() -> None:
+    found = PlantedJob(8, slow={3: 1.5}, steps=12).join(only=[3, 5])
+    slow, peer = found.excesses
+    assert (slow.rank, peer.rank, slow.steps) == (3, 5, 12)
+    assert slow.is_clear and not peer.is_clear
+    assert slow.low_seconds < 0.01025 < slow.high_seconds < 0.011
 
 
 def test_too_few_ranks_name_nobody_but_tell_last_arrivals() -> None:

@@ -4,20 +4,44 @@ import math
 
 import pytest
 
+from rankscope.analysis.traces.joins.comparison import LiveSteps
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.request import kept_text, length_of, options_of, patience_of, start_of
+from rankscope.daemon.captures.request import kept_text, kept_verdict, length_of, options_of, patience_of, start_of
 from rankscope.v1.capture_service_pb2 import CaptureOptions, StartCaptureRequest
+from rankscope.v1.job_service_pb2 import Cause, Verdict
+from rankscope.v1.window_pb2 import FrameShare
 
 
 def test_a_length_is_steps_or_seconds() -> None:
-    assert length_of(StartCaptureRequest(steps=3)) == (3, None)
-    assert length_of(StartCaptureRequest(seconds=0.5)) == (None, 0.5)
+    assert length_of(StartCaptureRequest(steps=3), {}, ()) == (3, None)
+    assert length_of(StartCaptureRequest(seconds=0.5), {}, ()) == (None, 0.5)
+
+
+def test_without_a_length_the_noise_of_the_steps_decides() -> None:
+    quiet = {rank: LiveSteps(0.1, own, own - 0.001, own + 0.001) for rank, own in ((0, 0.04), (1, 0.09))}
+    noisy = {rank: LiveSteps(0.1, own, own - 0.03, own + 0.03) for rank, own in ((0, 0.04), (1, 0.09))}
+    few, none = length_of(StartCaptureRequest(), quiet, [1])
+    many, _ = length_of(StartCaptureRequest(), noisy, [1])
+    assert few is not None and many is not None and none is None
+    assert few < many
+    # All windows together are bounded.
+    repeated = StartCaptureRequest(options=CaptureOptions(repeat=20))
+    assert length_of(repeated, noisy, [1]) == (5, None)
+    assert length_of(StartCaptureRequest(), {}, ()) == (None, 3.0)
+
+
+def test_a_kept_verdict_is_bounded_and_printable() -> None:
+    frames = [FrameShare(function="f\x1b[2J" + 9999 * "x", file="a\nb", line=3) for _ in range(99)]
+    verdict = Verdict(culprits=range(999), reason=9999 * "y", cause=Cause(frames=frames, phase="p\n"))
+    kept = kept_verdict(verdict)
+    assert kept.ByteSize() < 4096
+    (frame,) = kept.cause.frames
+    assert all(text.isprintable() for text in (frame.file, frame.function, kept.cause.phase))
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        StartCaptureRequest(),
         StartCaptureRequest(steps=0),
         StartCaptureRequest(steps=101),
         StartCaptureRequest(seconds=0),
@@ -29,7 +53,7 @@ def test_a_length_is_steps_or_seconds() -> None:
 )
 def test_a_length_out_of_bounds_is_refused(request_: StartCaptureRequest) -> None:
     with pytest.raises(CaptureError):
-        length_of(request_)
+        length_of(request_, {}, ())
 
 
 def test_a_schedule_and_its_total_recording_are_bounded() -> None:

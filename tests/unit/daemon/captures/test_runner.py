@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.analysis.traces.joins.comparison import LiveSteps
 from rankscope.common.rank_selection import Suspected
 from rankscope.daemon.captures import runner as runner_module
 from rankscope.daemon.captures.orders import (
@@ -24,6 +25,7 @@ from rankscope.daemon.captures.records import Delivered, Recorded
 from rankscope.daemon.captures.runner import MAX_PROCESSES, CaptureRunner, LearnedSteps
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.job_service_pb2 import Verdict
 from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 180
@@ -407,6 +409,32 @@ def test_the_straggler_is_who_the_correlation_says(archive: MemoryArchive) -> No
     conducted.suspects_of = lambda job: Suspected((2,), (1,))
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="straggler+peer", steps=1)))
     assert [entry.rank for entry in capture.ranks] == [1, 2]
+
+
+def test_the_length_and_the_verdict_come_from_the_correlation(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    live = {1: LiveSteps(0.1, 0.04, 0.03, 0.07), 2: LiveSteps(0.1, 0.09, 0.08, 0.12)}
+    conducted = CaptureRunner(
+        "node-1",
+        [backend],
+        archive,
+        lambda: [rank(number) for number in range(4)],
+        live_steps=lambda process: live[process.rank],
+    )
+    conducted.suspects_of = lambda job: Suspected((2,), (1,))
+    conducted.verdict_of = lambda job: Verdict(culprits=[2], reason="slow\n")
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="straggler+peer")))
+    assert (list(capture.verdict.culprits), capture.verdict.reason) == ([2], "slow")
+    assert {order.steps for order in backend.orders} == {9}
+    # An operator correlates the ranks of all nodes: its verdict counts.
+    asked = pb.StartCaptureRequest(ranks="1,2", steps=3, verdict=Verdict(culprits=[1]))
+    assert list(ended(conducted, conducted.start(asked)).verdict.culprits) == [1]
+
+
+def test_ranks_without_steps_are_recorded_by_time(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    ended(conducted := runner(backend, archive), conducted.start(pb.StartCaptureRequest()))
+    assert {(order.steps, order.seconds) for order in backend.orders} == {(None, 3.0)}
 
 
 def test_what_cannot_be_begun_leaves_no_rank_taken(archive: MemoryArchive) -> None:

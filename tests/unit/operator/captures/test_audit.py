@@ -15,6 +15,7 @@ from rankscope.operator.kube.objects import CaptureObject, read_capture_object
 from rankscope.operator.kube.resources import CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.job_service_pb2 import Verdict
 from tests.support.audit_records import Audited
 
 
@@ -163,7 +164,7 @@ def test_a_cancelled_capture_is_stopped_if_running_otherwise_never_begun() -> No
         (None, "", ["recorded", "start"]),
     ):
         calls = FakeCalls(known)
-        target = Target("team/run-x", {2: RankIdentity(rank=2, node="a", pod="p")})
+        target = Target("team/run-x", {2: RankIdentity(rank=2, node="a", pod="p")}, Verdict())
         asking = CaptureRequests(
             cast(DaemonCalls, calls),
             lambda: {"a": "10.0.0.1:1"},

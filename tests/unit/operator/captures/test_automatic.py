@@ -18,6 +18,7 @@ from rankscope.operator.correlation.correlator import JobState, ranks_to_capture
 from rankscope.operator.kube.api_client import ApiError, ConflictError, UnreachableError
 from rankscope.operator.kube.objects import CaptureObject, PolicyObject, read_capture_object, timestamp
 from rankscope.operator.kube.resources import CaptureSpec
+from rankscope.v1.window_pb2 import RankWindow, StepStatistics
 from tests.unit.operator.correlation.test_metrics import HEALTHY, SLOW, state
 from tests.unit.operator.policies.policy_objects import AUTOMATIC, NOW, capture, policy, run_object
 
@@ -124,7 +125,8 @@ def test_a_listed_alarm_captures_the_accused_and_a_peer_once(cluster: Cluster) -
     }
     ranks = spec["ranks"].split(",")
     assert "1" in ranks and len(ranks) == 2
-    assert (spec["steps"], spec["reason"]) == (3, "policy p: rank 1 is slow")
+    assert spec["reason"] == "policy p: rank 1 is slow"
+    assert "steps" not in spec and "seconds" not in spec  # chosen when the capture begins
     assert len(cluster.events) == 1
 
 
@@ -281,7 +283,7 @@ def test_a_finding_in_a_second_job_captures_that_job(cluster: Cluster) -> None:
 
 
 def wanted(occasion: str = "fingerprint 2026", ranks: tuple[int, ...] = (1, 2), job: str = NAME) -> Wanted:
-    return Wanted(job, ranks, frozenset(ranks[:1]), True, "alert RankscopeStragglerRank", occasion)
+    return Wanted(job, ranks, frozenset(ranks[:1]), "alert RankscopeStragglerRank", occasion)
 
 
 def by_alert(cluster: Cluster) -> AlertCaptures:
@@ -347,6 +349,19 @@ def test_the_plan_has_the_job_and_accused_ranks_with_nodes() -> None:
     assert made.job == state(SLOW).job
     assert len(made.ranks) == 2
     assert (1, "a", "accepted") in [(rank.rank, rank.node, rank.state) for rank in made.ranks]
+
+
+STEP = StepStatistics(mean=0.1, p10=0.09, p50=0.1, p90=0.14, max=0.2)
+
+
+def test_the_plan_chooses_the_length_that_the_spec_leaves_open() -> None:
+    given = plan(CaptureSpec(run="r", steps=3), "r", state(SLOW), 64)
+    assert (given.steps, given.seconds) == (None, None)
+    unmeasured = replace(state(SLOW), windows=[RankWindow(identity=w.identity) for w in state(SLOW).windows])
+    assert plan(CaptureSpec(run="r", ranks="all"), "r", unmeasured, 64).seconds == 3.0
+    timed = [RankWindow(identity=w.identity, step_seconds=STEP, self_seconds=STEP) for w in state(SLOW).windows]
+    made = plan(CaptureSpec(run="r"), "r", replace(state(SLOW), windows=timed), 64)
+    assert made.steps is not None and made.steps > 8 and made.seconds is None
 
 
 @pytest.mark.parametrize(

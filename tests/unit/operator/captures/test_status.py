@@ -9,6 +9,7 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.operator.captures.status import findings_of, joint_finding, phase_of, updated_ranks
 from rankscope.operator.kube.resources import CapturedRank
 from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.job_service_pb2 import VERDICT_KIND_SLOW_RANK
 
 
 def captured(rank: int, step: float, wait: float, state: pb.CaptureState.ValueType = 5) -> pb.RankCapture:
@@ -43,6 +44,16 @@ def test_joint_finding_obeys_the_policy_of_the_run() -> None:
     assert (joint_finding(ranks, DEFAULT_POLICY) or "").startswith("rank 1: ")
     lenient = replace(DEFAULT_POLICY, rank_ratio=1.3)
     assert joint_finding(ranks, lenient) == "no rank, stage or link stands out"
+
+
+def test_a_pair_on_one_node_is_judged_by_the_verdict() -> None:
+    capture = pb.Capture(ranks=[captured(0, 0.1, 0.06), captured(2, 0.1, 0.01)])
+    capture.join.reason = "traces of 2 of 4 ranks"
+    capture.verdict.kind, capture.verdict.impact_ratio = VERDICT_KIND_SLOW_RANK, 0.5
+    capture.verdict.culprits.append(2)
+    capture.join.excesses.add(rank=0, steps=9, excess_seconds=math.nan)  # of a daemon that lies
+    capture.join.excesses.add(rank=2, steps=9, excess_seconds=0.05, low_seconds=0.04, high_seconds=0.06)
+    assert findings_of({"a": capture}, DEFAULT_POLICY)[0].startswith("the recording confirms it: rank 2 works 50 ms")
 
 
 def test_several_nodes_share_a_finding_and_one_has_its_own() -> None:

@@ -85,6 +85,15 @@ def test_a_capture_is_started_followed_and_cancelled(console: Console) -> None:
     assert (ended["state"], ended["is_final"], ended["ranks"][0]["state"]) == ("cancelled", True, "cancelled")
 
 
+def test_a_capture_without_a_length_leaves_it_to_the_daemon(console: Console) -> None:
+    console.captures.script = [capture(ANALYSED, ANALYSED)]
+    console.post("/captures", {"run": "bert", "ranks": "straggler+peer"})
+    (request,) = console.captures.requests
+    assert request.WhichOneof("length") is None
+    # Forty steps of 0.1 s at most.
+    assert console.get("/captures/cost?run=bert").json["recording_seconds"] == pytest.approx(4.0)
+
+
 def test_a_summary_reports_the_traces_in_numbers_and_sentences(console: Console) -> None:
     console.captures.known[ID] = capture(ANALYSED, ANALYSED, ANALYSED, edit=joined)
     summary = console.get(f"/capture?id={ID}").json["summary"]
@@ -139,7 +148,7 @@ def test_refusals_of_the_server_become_problems_with_a_next_step(console: Consol
 
 def test_a_body_that_is_not_described_starts_nothing(console: Console) -> None:
     for body in (
-        *({**BODY, "seconds": 1.0}, {"run": "bert"}, {**BODY, "steps": -1}, {**BODY, "steps": 2**40}),
+        *({**BODY, "seconds": 1.0}, {**BODY, "steps": -1}, {**BODY, "steps": 2**40}),
         *({**BODY, "start_unix_millis": 1}, {**BODY, "options": {"x": True}}, {**BODY, "run": "x" * 601}, [], "x"),
     ):
         refused = console.post("/captures", body)

@@ -103,13 +103,13 @@ def test_only_the_operator_writes_a_status(resource: str) -> None:
 
 
 def test_a_refused_capture_is_recorded_with_the_mistake(audited: Audited) -> None:
-    body = review("ada", None, object={"metadata": {"name": "c"}, "spec": {"run": "llama"}})
+    body = review("ada", None, object={"metadata": {"name": "c"}, "spec": {"run": "llama", "steps": 1, "seconds": 2}})
     made = admission()
     for _ in range(3):
         assert not json.loads(made.answer("/stamp", body)[1])["response"]["allowed"]
     (record,) = audited()
     assert (record["event"], record["user"], record["result"]) == ("refused", "ada", "Invalid")
-    assert "how long to record" in record["message"]
+    assert "exclude each other" in record["message"]
 
 
 class _Api:

@@ -16,8 +16,9 @@ from rankscope.analysis.traces.communication.collectives import Collectives, com
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
 from rankscope.analysis.traces.joins.clock_alignment import Clocks, align
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
+from rankscope.analysis.traces.joins.comparison import RankExcess, compare_ranks
 from rankscope.analysis.traces.joins.self_time import Arrivals, StepTimes, find_arrivals, measure_steps
-from rankscope.analysis.traces.joins.step_verdict import judge_steps
+from rankscope.analysis.traces.joins.step_verdict import comparable, judge_steps
 from rankscope.analysis.traces.steps import NO_STEP, find_steps
 from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Trace
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
@@ -62,6 +63,7 @@ class Join:
     impact_ratio: float | None
     confidence: Confidence
     reason: str
+    excesses: tuple[RankExcess, ...]  # of the recorded ranks against each other, also where the job is not judged
     notes: tuple[str, ...]
     world_size: int
     steps: StepTimes
@@ -96,12 +98,15 @@ def join_traces(
     steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks)
     world = _world_size(traces, calls)
     notes += _alignment_notes(ranks, matched, clocks)
-    verdict = judge_steps(steps, world, ranks, matched.count, clocks.residual_us, stage_of, policy)
     last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
+    last_arrivals = dict(zip(ranks, last.tolist(), strict=True))
+    verdict = judge_steps(
+        steps, world, ranks, matched.count, clocks.residual_us, stage_of, policy, last_arrivals=last_arrivals
+    )
     return Join(
         clock_residual_us=clocks.residual_us,
         collectives_matched=matched.count,
-        last_arrivals=dict(zip(ranks, last.tolist(), strict=True)),
+        last_arrivals=last_arrivals,
         close_arrivals=int((arrivals.lead_ns <= 1000 * (clocks.residual_us or 0.0)).sum()),
         waits=_rank_waits(ranks, matched, arrivals, steps),
         groups=_group_waits(matched, arrivals),
@@ -111,6 +116,7 @@ def join_traces(
         impact_ratio=verdict.impact_ratio,
         confidence=verdict.confidence,
         reason=verdict.reason,
+        excesses=compare_ranks(comparable(steps), stage_of or {}),
         notes=tuple(notes),
         world_size=world,
         steps=steps,

@@ -1,8 +1,8 @@
 """The verdict on a capture: the rules that watch a running job, with the capture's few steps as their windows.
 
-A capture has 2 to 10 steps and not the 20 that a running job is judged by. A finding must therefore hold in three of
-five steps, as it must in three of five windows there, and in two at least; below five steps confidence
-is low. One step names no rank."""
+A capture has fewer than the 20 steps that a running job is judged by. A finding must therefore hold in three of five
+steps, as it must in three of five windows there, and a rank that is named must work longer than the others by more than
+the differences between steps explain. Below five steps confidence is low."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from math import ceil
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
+from rankscope.analysis.traces.joins.comparison import MIN_STEPS, RankExcess, compare_ranks
 from rankscope.analysis.traces.joins.self_time import StepTimes
 from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
 from rankscope.analysis.verdicts.job_summary import summarize
@@ -25,9 +26,10 @@ from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, perce
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, columns_of
 
-STEPS_NEEDED = 2
 STEPS_FOR_CONFIDENCE = 5
 STEPS_FOR_IMBALANCE = 3
+# A rank is always last from this share of the collectives.
+ALWAYS_LAST_RATIO = 0.9
 # Of a rank's steps, in communication of which it is not known how much was waiting for others.
 MAX_UNMATCHED_RATIO = 0.10
 # Ranks that take turns on a CPU wait for each other in turn as well, and a trace does not show the queue. Uneven data
@@ -43,7 +45,9 @@ def judge_steps(
     clock_residual_us: float | None,
     stage_of: Mapping[int, int] | None,
     policy: Policy,
+    last_arrivals: Mapping[int, int] | None = None,
 ) -> Verdict:
+    """`last_arrivals` is how often each rank was the last, if known."""
     missing = _abstain(times, world_size, traced, collectives_matched, clock_residual_us, policy)
     if missing:
         return Verdict(Kind.INSUFFICIENT_DATA, missing, confidence=Confidence.LOW)
@@ -66,8 +70,39 @@ def judge_steps(
         verdict = verdict if impact is None else replace(UNEVEN, impact_ratio=impact)
     if verdict.kind is Kind.DATA_IMBALANCE and times.on_host and _lost_ns(verdict, times) < HOST_IMBALANCE_NS:
         verdict = HEALTHY
+    verdict = _sure(verdict, compare_ranks(times, stage_of or {}), times, last_arrivals or {}, policy)
     confidence = Confidence.HIGH if count >= STEPS_FOR_CONFIDENCE else Confidence.LOW
     return replace(verdict, confidence=confidence)
+
+
+def _sure(
+    verdict: Verdict,
+    excesses: Sequence[RankExcess],
+    times: StepTimes,
+    last_arrivals: Mapping[int, int],
+    policy: Policy,
+) -> Verdict:
+    """The verdict with those culprits only whose excess is clear; without a culprit, the reason says who is last."""
+    recorded = times.rank.tolist()
+    if verdict.kind is Kind.SLOW_RANK:
+        culprits = tuple(e.rank for e in excesses if e.rank in verdict.culprits and e.is_clear)
+        if len(culprits) == len(verdict.culprits):
+            return verdict
+        if culprits:
+            return replace(verdict, culprits=tuple(sorted(culprits)), group="")
+        unsure = next(excess for excess in excesses if excess.rank in verdict.culprits)
+        return Verdict(Kind.INSUFFICIENT_DATA, f"{unsure.sentence(recorded)}; record more steps to be sure")
+    if verdict.kind is not Kind.HEALTHY or not excesses:
+        return verdict
+    late, arrivals = excesses[0], sum(last_arrivals.values())
+    is_last = last_arrivals.get(late.rank, 0) >= max(ALWAYS_LAST_RATIO * arrivals, 1)
+    if not is_last or late.excess_seconds * 1e9 < policy.impact_ratio * median_or_nan(times.step_ns):
+        return verdict
+    reason = f"rank {late.rank} is last in {last_arrivals[late.rank]} of {arrivals} collectives: "
+    reason += late.sentence(recorded)
+    if late.is_clear:
+        return replace(verdict, reason=f"{reason}, less than a slow rank")
+    return Verdict(Kind.INSUFFICIENT_DATA, f"{reason}; record more steps to be sure")
 
 
 def _abstain(
@@ -89,8 +124,8 @@ def _abstain(
         silent = sorted(set(traced) - set(times.rank.tolist()))
         return f"{ranks_in_words(silent)}: no steps, or no collective in common with another trace"
     complete = _complete_steps(times, world_size, policy)
-    if complete.sum() < STEPS_NEEDED:
-        return f"complete steps in common: {int(complete.sum())}, needed: {STEPS_NEEDED}"
+    if complete.sum() < MIN_STEPS:
+        return f"complete steps in common: {int(complete.sum())}, needed: {MIN_STEPS}; record more"
     unmatched = _unmatched_ratio(times)
     clear = unmatched <= MAX_UNMATCHED_RATIO
     if clear.sum() < policy.ranks_seen_ratio * world_size:
@@ -104,6 +139,11 @@ def _abstain(
 
 def _complete_steps(times: StepTimes, world_size: int, policy: Policy) -> Bools:
     return np.asarray((~np.isnan(times.step_ns)).sum(axis=0) >= policy.ranks_seen_ratio * world_size)
+
+
+def comparable(times: StepTimes) -> StepTimes:
+    """The ranks of which it is known how much they waited."""
+    return times.take(_unmatched_ratio(times) <= MAX_UNMATCHED_RATIO)
 
 
 def _lost_ns(verdict: Verdict, times: StepTimes) -> float:

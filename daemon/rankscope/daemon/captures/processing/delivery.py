@@ -268,7 +268,7 @@ class LocalArchive:
         if joined is None:
             return
         try:
-            summary = pb.JoinSummary(**msgspec.structs.asdict(joined))
+            summary = pb.JoinSummary(**msgspec.to_builtins(joined))
         except (TypeError, ValueError) as error:
             log.warning("join of capture %s cannot be told: %s", capture_id, error)
             return

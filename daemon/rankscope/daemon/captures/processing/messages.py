@@ -36,6 +36,14 @@ class Job(msgspec.Struct, frozen=True):
     ranks: list[RankJob]
 
 
+class Excess(msgspec.Struct, frozen=True):
+    rank: int
+    steps: int
+    excess_seconds: float
+    low_seconds: float
+    high_seconds: float
+
+
 class Joined(msgspec.Struct, frozen=True):
     clock_residual_micros: float
     collectives_matched: int
@@ -45,6 +53,7 @@ class Joined(msgspec.Struct, frozen=True):
     reason: str
     confidence: str = ""
     impact_ratio: float | None = None
+    excesses: list[Excess] = []
 
 
 class WindowResult(msgspec.Struct, frozen=True):

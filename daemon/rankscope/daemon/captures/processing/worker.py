@@ -12,7 +12,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +37,7 @@ from rankscope.analysis.traces.trace import Category, Trace, TraceError
 from rankscope.common.text import printable
 from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing.messages import (
+    Excess,
     Job,
     Joined,
     RankJob,
@@ -82,6 +83,7 @@ MAX_NOTES: Final = 8
 # Relative to the shortest recording: a smaller overlap does not describe what each recorded.
 COMMON_TIME_RATIO: Final = 0.5
 MAX_STEP_VALUES: Final = 100
+MAX_EXCESSES: Final = 64
 
 
 # Combines several windows of one rank: recorded intervals add up; the time between them is unknown and counts for
@@ -165,6 +167,7 @@ def joined_of(join: Join) -> Joined:
         reason=printable(join.reason, MAX_SENTENCE_CHARACTERS),
         confidence=join.confidence.value,
         impact_ratio=join.impact_ratio,
+        excesses=[Excess(**asdict(excess)) for excess in join.excesses[:MAX_EXCESSES]],
     )
 
 
