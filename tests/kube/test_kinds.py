@@ -24,11 +24,15 @@ def test_a_good_capture_is_taken_and_gets_its_defaults(server: ApiServer, namesp
     assert made["spec"]["patienceSeconds"] == 60
 
 
+def test_a_capture_without_a_length_is_accepted(server: ApiServer, namespace: str) -> None:
+    made = server.admin.create(f"{BASE}/{namespace}/captures", capture())
+    assert "steps" not in made["spec"] and "seconds" not in made["spec"]
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ({}, "steps"),
-        ({"steps": 3, "seconds": 2.0}, "oneOf"),
+        ({"steps": 3, "seconds": 2.0}, "must not validate"),
         ({"steps": 0}, "steps"),
         ({"steps": 101}, "steps"),
         ({"steps": "three"}, "steps"),

@@ -95,7 +95,7 @@ KINDS: tuple[Kind, ...] = (
             ("Age", "date", ".metadata.creationTimestamp"),
         ),
         spec_rules={
-            "oneOf": [{"required": ["steps"]}, {"required": ["seconds"]}],
+            "not": {"required": ["steps", "seconds"]},
             # Names outside Kubernetes have other characters, too.
             "allOf": [{"properties": {"run": {"pattern": NAME_PATTERN}}}],
         },
