@@ -56,7 +56,7 @@ def test_ranks_that_are_killed_leave_the_cause_of_the_hang(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("probe", "kineto"), [(True, False), (True, True), (False, True)])
-def test_a_capture_of_a_hang_records_the_stacks_of_all_ranks(
+def test_a_capture_of_a_hang_records_stacks_of_all_ranks(
     probe: bool, kineto: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hanging_job("lock", tmp_path, probe=probe, kineto=kineto) as job:

@@ -161,7 +161,7 @@ def test_a_fetch_that_fails_leaves_the_stall_without_a_stack() -> None:
     assert watch.observe(RANK, no_step(), make.span(21)) is not None
 
 
-def test_an_interpreter_that_ends_takes_the_stack_of_earlier_looks_with_it() -> None:
+def test_an_interpreter_that_ends_takes_earlier_stacks_with_it() -> None:
     gone = Problem("stacks", "unreadable", "rank 1: its training thread has no frames")
     stall = stall_after([look(), look(), gone])
     assert (stall.phase, list(stall.stack)) == ("unreadable", [])

@@ -264,7 +264,7 @@ class Job:
 MOVING = dict.fromkeys(range(4))
 
 
-def test_a_hang_stands_until_a_step_ends_whatever_is_seen_meanwhile() -> None:
+def test_a_hang_stands_until_a_step_ends_whatever_stacks_show() -> None:
     job = Job()
     begun = job.show(HUNG, 8)
     assert begun is not None and begun.culprits == (3,)
@@ -296,7 +296,7 @@ def test_a_hang_of_ranks_with_steps_is_an_alarm() -> None:
     assert (verdict.severity, verdict.confidence) == (Severity.ALARM, Confidence.HIGH)
 
 
-def test_ranks_that_end_during_a_hang_leave_its_culprit_and_cause() -> None:
+def test_ranks_that_end_during_a_hang_leave_its_cause() -> None:
     job = Job()
     begun = job.show(HUNG, 12)
     assert begun is not None

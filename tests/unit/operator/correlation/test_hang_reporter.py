@@ -83,7 +83,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     made.reporter.stop()
 
 
-def test_a_lasting_hang_is_reported_once_with_its_length_so_far(watched: Watched) -> None:
+def test_a_lasting_hang_is_reported_once_with_its_length(watched: Watched) -> None:
     report = watched.hang("lab/llama")
     assert report.id.startswith("lab/h-") and report.run == "lab/llama"
     assert report.headline == "rank 1 in save (ckpt.py:51), rank 0 in all_reduce (train.py:1)"
@@ -98,7 +98,7 @@ def test_a_lasting_hang_is_reported_once_with_its_length_so_far(watched: Watched
     assert watched.reporter.hangs_of("lab/llama") == 0, "a job that is gone takes no memory"
 
 
-def test_the_step_that_ends_a_hang_says_how_long_it_was(watched: Watched) -> None:
+def test_the_step_that_ends_a_hang_tells_its_length(watched: Watched) -> None:
     report = watched.hang()
     watched.now += 20
     watched.show(watched.state(HANG, stalled_seconds=55.0))
@@ -115,7 +115,7 @@ def test_the_step_that_ends_a_hang_says_how_long_it_was(watched: Watched) -> Non
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_job_that_ends_or_restarts_ends_its_hang_with_its_last_window(watched: Watched, restarts: int) -> None:
+def test_a_job_that_ends_or_restarts_ends_its_hang(watched: Watched, restarts: int) -> None:
     watched.hang()
     watched.now += 20
     watched.show(watched.state(HANG, stalled_seconds=55.0))
