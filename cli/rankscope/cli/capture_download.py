@@ -29,7 +29,7 @@ from rankscope.cli.capture_output import (
 from rankscope.cli.connection import explain
 from rankscope.cli.messages import CommandError, cannot_write
 from rankscope.cli.output_file import open_output, writing
-from rankscope.cli.run_card import advice
+from rankscope.cli.run_card import RECORD, advice
 from rankscope.common.text import printable
 from rankscope.operator.console.capture_answers import (
     FINAL,
@@ -274,7 +274,7 @@ def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
     lines = [Text(f"{head}.", style="bold green" if complete else "bold")]
     lines += [Text(_sentence(text)) for text in findings(capture)]
     what = advice(verdict_of(capture.verdict)) if capture.HasField("verdict") and delivered(capture) else ""
-    if what and "rankscope capture" not in what:  # this is the capture
+    if what and not what.startswith(RECORD):  # this is the recording
         lines.append(Text(f"Try: {printable(what)}"))
     lines += [Text(_sentence(f"warning: {text}"), style="yellow") for text in slowdowns(capture)]
     noted = notes(capture)

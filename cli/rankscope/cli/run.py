@@ -36,7 +36,6 @@ from rankscope.cli.server_notes import announced
 from rankscope.cli.slow_capture import SlowCapture, default_folder
 from rankscope.cli.standalone import COMMAND_VARIABLE, Standalone, private_config
 from rankscope.cli.terminal import Terminal
-from rankscope.daemon import procfs
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.daemon.windows.broadcast import Tick
 from rankscope.operator.correlation.correlator import JobState
@@ -51,8 +50,6 @@ _ENDING = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a finding that changes its line all the time may print.
 LINES_PER_JOB = 20
-# Jobs of other commands are timed too until it is known whose they are.
-MAX_TIMED_JOBS = 256
 # As shells report a command that cannot be started.
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 
@@ -240,7 +237,6 @@ class CommandWatch:
         self._times: dict[str, StepTimes] = {}
         self._timed_rank: dict[str, int] = {}
         self._shown: dict[str, list[str]] = {}  # by job, the gists printed since it was last healthy
-        self._others: set[tuple[str, int]] = set()  # jobs of other commands, with one of their processes
 
     @property
     def jobs(self) -> list[JobSummary]:
@@ -251,8 +247,6 @@ class CommandWatch:
         for state in states:
             summary = self._summaries.get(state.job)
             if summary is None:
-                if not self._is_ours(state):
-                    continue
                 times = self._times.setdefault(state.job, StepTimes())
                 summary = self._summaries[state.job] = JobSummary(state.job, times)
             summary.meet(state)
@@ -278,26 +272,12 @@ class CommandWatch:
         """Keep the steps of each job's lowest rank. In synchronous training all ranks have the same."""
         for key, step_seconds in tick.step_seconds.items():
             job, rank = tick.windows[key].identity.job, tick.windows[key].identity.rank
-            if job not in self._times and len(self._times) >= MAX_TIMED_JOBS:
-                continue
             times = self._times.setdefault(job, StepTimes())
             if rank < self._timed_rank.setdefault(job, rank):
                 self._timed_rank[job] = rank
                 times.clear()
             if rank == self._timed_rank[job]:
                 times.add(step_seconds)
-
-    def _is_ours(self, state: JobState) -> bool:
-        pid = next((identity.pid for identity in state.identities.values()), 0)
-        if not pid or (state.job, pid) in self._others:
-            return False
-        try:
-            if procfs.Environment(f"/proc/{pid}").get(COMMAND_VARIABLE) == self._command.mark:
-                return True
-        except OSError:
-            return False
-        self._others.add((state.job, pid))
-        return False
 
     def _show(self, state: JobState) -> None:
         """Once for a finding, and once more for each line that is found to cause it, whatever its figures."""

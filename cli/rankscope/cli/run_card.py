@@ -55,6 +55,7 @@ MAX_LINE = 300
 FAILED = "failed"  # in place of the kind of a verdict
 _COLOURS = {Severity.NONE: "green", Severity.WARNING: "yellow", Severity.ALARM: "red"}
 
+RECORD = "record it"  # begins advice that a capture follows
 _ADVICE = {
     Kind.SLOW_STAGE: "move layers from the slow stage to the others",
     Kind.DATA_IMBALANCE: "give every rank as much work in a step: sort or pack samples by length",
@@ -65,7 +66,7 @@ _ADVICE = {
     Kind.SLOW_SERVER: "divide the weights among several servers, exchange less often, or make updates cheaper",
     Kind.SLOW_COMMUNICATION: "check the links (NCCL_DEBUG=INFO, link errors), and what else uses them",
     Kind.INPUT_BOUND: "add DataLoader workers, prefetch, or move the data to faster storage",
-    Kind.LOW_MFU: "record it while it runs: rankscope capture --output traces/, then rankscope analyze trace traces/",
+    Kind.LOW_MFU: f"{RECORD} while it runs: rankscope capture --output traces/, then rankscope analyze trace traces/",
     Kind.HANG: "run it again, and while it hangs: rankscope stacks",
 }
 
@@ -90,7 +91,7 @@ def advice(verdict: Verdict) -> str:
     if line:
         does, their = ("does", "its") if is_one else ("do", "their")
         return f"look at {line}: why {does} {who} spend more time there than {their} peers?"
-    return "record it: rankscope run --capture-when-slow -- COMMAND"
+    return f"{RECORD}: rankscope run --capture-when-slow -- COMMAND"
 
 
 @dataclass
@@ -266,8 +267,8 @@ def _no_rank(seconds: float) -> str:
             f"no rank was seen in {seconds:.0f} s; a verdict needs a job that trains for {SHORT_SECONDS:.0f} s or more"
         )
     return (
-        "no rank was seen; a rank is a Python process that makes optimizer steps with torch (next step: rankscope "
-        "doctor while it runs)"
+        "no rank was seen; a rank is a process that steps a torch optimizer with the probe loaded, or has RANK and "
+        "WORLD_SIZE in its environment (next step: rankscope doctor while it runs; python -I and -E load no probe)"
     )
 
 

@@ -77,7 +77,7 @@ def test_a_signal_that_another_thread_takes_reaches_the_command(tmp_path: Path) 
 
 
 def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def on_device(figure: str) -> Verdict:
         cause = Cause("device", (), f"{figure} ms a step more on its device", DEVICE)
@@ -87,7 +87,6 @@ def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
         cause = Cause("forward", (FrameSeen("load", "/app/a.py", line, 0.4, 0.4, "forward"),), "", HOST)
         return Verdict(Kind.SLOW_RANK, "slow", Severity.ALARM, culprits=(2,), cause=cause)
 
-    monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: True)
     command = run.Command(["true"], tmp_path, probe=False)
     watch = run.CommandWatch(command, quiet=False)
     verdicts = (HEALTHY, on_device("58.1"), on_device("59.2"), at_line(7), at_line(9), at_line(7), on_device("57.0"))
@@ -104,10 +103,7 @@ def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
     ]
 
 
-def test_windows_in_which_a_rank_ends_are_no_evidence_but_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: True)
+def test_windows_in_which_a_rank_ends_are_no_evidence_but_a_hang(tmp_path: Path) -> None:
     command = run.Command(["true"], tmp_path, probe=False)
     watch = run.CommandWatch(command, quiet=True)
     with subprocess.Popen(["sleep", "1000"]) as rank:
@@ -150,8 +146,7 @@ def test_results_that_cannot_be_written_are_kept_in_a_temporary_file(
     assert "No space left on device" in told and kept.read_text() == "measured"
 
 
-def test_all_steps_of_the_lowest_rank_are_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.CommandWatch, "_is_ours", lambda watch, state: state.job == "job")
+def test_all_steps_of_the_lowest_rank_are_summed_up(tmp_path: Path) -> None:
     command = run.Command(["true"], tmp_path, probe=False)
     command.ends.stop()
     watch = run.CommandWatch(command, quiet=True)
@@ -164,12 +159,11 @@ def test_all_steps_of_the_lowest_rank_are_summed_up(tmp_path: Path, monkeypatch:
     def state(job: str) -> JobState:
         return JobState(job, 2, Verdict(Kind.HEALTHY, ""), 0, 1.0, 2, 0.1, None, None, ())
 
-    watch((state("early"), state("job")))  # judged before its first step
+    watch((state("job"),))  # judged before its first step
     tick("job", r1=[9.0])  # only rank 1 has ended a step
     tick("job", r1=[8.0], r0=[1.0, 2.0])
-    tick("other", r0=[7.0])
     tick("job", r0=[3.0], r1=[6.0])
-    watch((state("other"), state("job")))
+    watch((state("job"),))
     (job,) = watch.jobs
     assert job.step_times.seconds.tolist() == [1.0, 2.0, 3.0]
 
