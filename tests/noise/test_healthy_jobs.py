@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from tools.jobs.launcher import start_ranks
 RUNS = int(os.environ.get("RANKSCOPE_HEALTHY_RUNS", "200"))
 TRAINING_SECONDS = 18
 MAX_RUN_SECONDS = 300.0
+MAX_EXIT_SECONDS = 10.0
 # Torch takes seconds of CPU time to import: more ranks at once would hardly train together.
 MAX_RANKS_AT_ONCE = 8
 
@@ -115,7 +117,9 @@ def play(together: SideBySide, folder: Path) -> None:
             ranks = start_ranks("small_job.py", run.arguments, folder / run.name, run.ranks, environment)
             started.append(stack.enter_context(ranks))
         for job in started:
-            job.wait_until_ended(MAX_RUN_SECONDS)
+            trained = partial(job.have_written, "trained-{}")
+            job.wait_for(trained, "the end of training", MAX_RUN_SECONDS, may_end=True)
+            job.wait(MAX_EXIT_SECONDS)
 
 
 def test_healthy_jobs_on_a_busy_machine_raise_nothing(measured: Measured) -> None:

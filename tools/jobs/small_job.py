@@ -1,4 +1,6 @@
-"""A small training job over gloo, as users write them. It imports nothing of Rankscope.
+"""A small training job over gloo, as users write them. It imports nothing of Rankscope. Ranks that have trained create
+trained-RANK. Torch may deadlock after that: whoever drops a DDP model joins gloo's thread while holding the GIL, which
+that thread needs to drop its last tensor.
 
 python3 small_job.py ddp|fsdp2 [--width N] [--layers N] [--batch N] [--workers N] [--seconds S]"""
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,10 +61,7 @@ def main() -> None:
             dist.broadcast(is_over, 0)
             if is_over.item():
                 break
-    # gloo's thread keeps it for a moment, and needs the GIL to let go of it. Whoever destroys the model meanwhile joins
-    # that thread while holding the GIL.
-    while is_over._use_count() > 1:
-        time.sleep(0.001)
+    Path(f"trained-{dist.get_rank()}").touch()
     dist.destroy_process_group()
 
 
