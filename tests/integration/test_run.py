@@ -72,7 +72,7 @@ def test_a_torchrun_command_ends_with_the_slow_rank_and_advice(tmp_path: Path) -
     assert compared.returncode == 0, compared.stderr
 
 
-def test_a_job_that_fails_ends_with_the_rank_that_failed_first(tmp_path: Path) -> None:
+def test_a_failed_job_ends_with_the_rank_that_failed_first(tmp_path: Path) -> None:
     summary, page, log = tmp_path / "summary.json", tmp_path / "card.html", tmp_path / "log"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT))
     command = [*RUN, "--summary", str(summary), "--html", str(page), "--", *torchrun]

@@ -73,7 +73,7 @@ def test_a_run_in_which_nothing_fails_passes(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_unknown_suite_is_refused_with_the_names(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_tests.main(["acceptance", "earthquake"])
-    assert "choose one of demo, frameworks" in capfd.readouterr().err
+    assert "choose one of demo, endings, frameworks" in capfd.readouterr().err
 
 
 def test_a_report_that_was_not_finished_counts_nothing(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_finding_is_printed_once_per_cause_whatever_its_figures(
     ]
 
 
-def test_windows_in_which_a_rank_ends_are_no_evidence_but_a_hang(tmp_path: Path) -> None:
+def test_windows_in_which_a_rank_ends_show_hangs_only(tmp_path: Path) -> None:
     command = run.Command(["true"], tmp_path, probe=False)
     watch = run.CommandWatch(command, quiet=True)
     with subprocess.Popen(["sleep", "1000"]) as rank:
@@ -126,9 +126,7 @@ def test_windows_in_which_a_rank_ends_are_no_evidence_but_a_hang(tmp_path: Path)
     command.ends.stop()
 
 
-def test_a_path_that_cannot_be_written_ends_the_command_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_path_ends_the_run_before_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mark = tmp_path / "started"
     for option in ("--summary", "--html"):
         assert main(["run", option, str(tmp_path / "missing" / "file"), "--", "touch", str(mark)]) == 2
@@ -136,7 +134,7 @@ def test_a_path_that_cannot_be_written_ends_the_command_before_it_starts(
     assert not mark.exists()
 
 
-def test_results_that_cannot_be_written_are_kept_in_a_temporary_file(
+def test_unwritable_results_are_kept_in_a_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

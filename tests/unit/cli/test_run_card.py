@@ -88,7 +88,7 @@ def test_a_brief_warning_leaves_a_run_healthy() -> None:
     assert [finding["seconds"] for finding in told["findings"]] == [1.0]
 
 
-def test_a_warning_that_stands_for_most_of_a_run_is_its_verdict_and_no_alarm() -> None:
+def test_a_warning_of_most_of_a_run_is_its_verdict() -> None:
     job = JobSummary("job")
     for at in range(1, 31):
         job.add(state(warning(0) if at > 10 else HEALTHY, at))
@@ -96,7 +96,7 @@ def test_a_warning_that_stands_for_most_of_a_run_is_its_verdict_and_no_alarm() -
     assert "warning: rank 0 is slow" in shown(job)
 
 
-def test_the_loss_of_a_finding_is_that_of_all_its_stretches() -> None:
+def test_the_loss_of_a_finding_is_of_all_stretches() -> None:
     job = JobSummary("job")
     verdicts = (slow(1, 10.0), slow(1, 30.0), HEALTHY, slow(1, 5.0), slow(1, 20.0))
     for at, verdict in enumerate(verdicts, start=1):

@@ -178,7 +178,7 @@ def test_an_exception_of_another_process_has_its_own_line(tmp_path: Path) -> Non
         b'{"type": "E", "rank": null, "unix_seconds": 1, "frames": [' + b"0," * 200_000 + b"0]}",
     ],
 )
-def test_a_report_that_the_probe_did_not_write_is_left_out(content: bytes, tmp_path: Path) -> None:
+def test_a_report_that_no_probe_wrote_is_left_out(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "1.json").write_bytes(content)
     (tmp_path / "x.json").write_text("{}")
     (tmp_path / "2.json").symlink_to("/etc/passwd")
@@ -228,7 +228,7 @@ def test_the_first_failure_counts_and_not_its_consequences(tmp_path: Path) -> No
         (3, "", "rank 1 exited with status 3"),
     ],
 )
-def test_how_the_first_rank_failed_is_said_with_what_to_do(status: int, memory: str, text: str) -> None:
+def test_how_the_first_rank_failed_has_advice(status: int, memory: str, text: str) -> None:
     ends = {100: ProcessEnd(100, 40.5, 1), 101: ProcessEnd(101, 40.0, status, memory)}
     failure = CommandEnd(9, 1, 0.0, 42.0, ends=ends).failure(RANKS)
     assert failure is not None and text in str(failure) and failure.advice
@@ -238,9 +238,7 @@ PEER_IS_GONE = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1
 
 
 @pytest.mark.parametrize(("status", "seconds", "rank"), [(3, 1.0, 1), (-9, 1.0, 1), (-15, 1.0, 0), (-9, 30.0, 0)])
-def test_a_rank_that_lost_its_peer_failed_because_of_the_peer(
-    status: int, seconds: float, rank: int, tmp_path: Path
-) -> None:
+def test_a_rank_fails_because_its_peer_is_gone(status: int, seconds: float, rank: int, tmp_path: Path) -> None:
     """Rank 1 ends a moment later. If a launcher ends it, another node was lost."""
     write_report(tmp_path, 100, 40.0, PEER_IS_GONE)
     ends = {100: ProcessEnd(100, 40.1, 1), 101: ProcessEnd(101, 40.0 + seconds, status)}

@@ -32,9 +32,7 @@ class Groups:
 
 
 @pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
-def test_a_kill_in_a_group_of_the_process_counts_with_its_limit(
-    tmp_path: Path, version: tuple[str, str, str, str]
-) -> None:
+def test_a_kill_in_its_group_counts_with_the_limit(tmp_path: Path, version: tuple[str, str, str, str]) -> None:
     groups = Groups(tmp_path, version)
     groups.write(groups.step, 3, "max" if version is V2 else str((1 << 63) - 4096))
     groups.write(groups.job, 5, str(2 << 30))

@@ -162,12 +162,15 @@ class RecentWindows:
 
     def _is_beyond_variation(self, rank: int) -> bool:
         """Whether the excess of a rank exceeds what excesses vary by from window to window. Changes between windows do
-        not depend on when a fault began. Only hosts are this noisy."""
+        not depend on when a fault began. Only hosts are this noisy, and captures are compared step by step."""
         flagged = [o for o in self._recent if rank in o.outliers]
         latest = flagged[-1]
         row = int(np.flatnonzero(latest.columns.rank == rank)[0])
-        if latest.is_asynchronous or latest.screen is None or is_timed_on_device(latest.columns)[row]:
+        is_captured = latest.window is not None and latest.window.is_captured
+        is_exempt = is_captured or latest.is_asynchronous or latest.screen is None
+        if is_exempt or is_timed_on_device(latest.columns)[row]:
             return True
+        assert latest.screen is not None
         if latest.screen.starved[row] and is_contended(latest.summary, self._policy):
             # Ranks that share CPUs queue in turn, each for seconds: only one that queues all the time is starved.
             return sum(rank in o.outliers | o.lingering for o in self._recent) >= self._policy.windows_kept
@@ -178,7 +181,8 @@ class RecentWindows:
         usual = MAD_TO_SIGMA * max(median_or_nan(changes[:, row]), median_or_nan(changes[:, cohort].ravel()))
         # The machine may have become noisy a few windows ago. The largest change may be the beginning of the fault.
         latest_changes = np.sort(changes[1 - len(self._recent) :, row])[:-1]
-        sigma = max(usual, math.sqrt(float(np.mean(latest_changes**2)))) / math.sqrt(2)
+        recent = math.sqrt(float(np.sum(latest_changes**2)) / max(len(latest_changes), 1))
+        sigma = max(usual, recent) / math.sqrt(2)
         excess = float(np.mean([o.excess_seconds[o.columns.rank == rank] for o in flagged]))
         return excess >= FIXED.variation_score * sigma
 

@@ -193,5 +193,5 @@ def _columns(times: StepTimes, steps: slice, spread: Floats, stage_of: Mapping[i
 
 def _ready(columns: RankColumns, world_size: int, policy: Policy) -> ReadyWindow:
     screened = screen(columns, policy)
-    window = JobWindow(0.0, median_or_nan(columns.step_seconds), world_size, columns)
+    window = JobWindow(0.0, median_or_nan(columns.step_seconds), world_size, columns, is_captured=True)
     return ReadyWindow(window, screened, slice(0, len(columns)), summarize(columns, screened, 1)[0])
