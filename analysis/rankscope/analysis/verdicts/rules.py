@@ -145,7 +145,9 @@ class RecentWindows:
 
     def _slow_ranks(self) -> Verdict | None:
         seen = Counter(rank for observation in self._recent for rank in observation.outliers)
-        seen = Counter({rank: count for rank, count in seen.items() if self._is_beyond_variation(rank)})
+        # A fault that is over stays in the last windows for a while: only a rank that is slow now becomes one.
+        possible = self._recent[-1].outliers.union(self._before.culprits if self._before.kind is Kind.SLOW_RANK else ())
+        seen = Counter({rank: seen[rank] for rank in possible & seen.keys() if self._is_beyond_variation(rank)})
         alarmed = {rank for rank, count in seen.items() if count >= self._policy.windows_for_alarm}
         if self._standing(Kind.SLOW_RANK):
             lingering = Counter(

@@ -152,3 +152,16 @@ def test_windows_that_steps_hardly_fill_show_no_slow_rank() -> None:
 def test_windows_after_a_rank_died_show_no_slow_rank() -> None:
     dying = [window(number, 28, slow_seconds=0.020, departed=(3,)) for number in range(6, 12)]
     assert last_verdict(*FULL, *dying).kind is Kind.HEALTHY
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("windows", [1, 2, 3, 4, 6])
+def test_a_rank_that_is_back_is_not_slow_again(ranks: int, windows: int) -> None:
+    """The windows of the fault are remembered for longer than it lasts."""
+    healthy = SyntheticJob(data=ranks)
+    verdicts = watch((healthy, 10), (healthy.but(slow_ranks={1: 1.6}), windows), (healthy, 12))
+    is_slow_in = [verdict.kind is Kind.SLOW_RANK for verdict in verdicts]
+    begins = [number for number, slow in enumerate(is_slow_in) if slow and not is_slow_in[number - 1]]
+    assert all(10 <= number < 10 + windows for number in begins), is_slow_in
+    assert len(begins) == (1 if windows >= 3 else len(begins))
+    assert not is_slow_in[-1]
