@@ -165,6 +165,35 @@ def test_another_terminal_finds_the_run_with_its_own_ranks_only(
     assert list(tmp_path.glob("rankscope/servers/*")) == []
 
 
+TRAIN = """
+import pathlib
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while not pathlib.Path("STOP").exists():
+    model(torch.randn(512, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_python_script_without_a_launcher_is_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "train.py").write_text(TRAIN)
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [*RUN, "--summary", "summary.json", "--", sys.executable, "train.py"]
+    running = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: re.search(r'"step_seconds":0\.', top().stdout), lambda: str(top()))
+        (tmp_path / "STOP").touch()
+        assert running.wait(PATIENCE_SECONDS) == 0
+    finally:
+        (tmp_path / "STOP").touch()
+        card = running.communicate(timeout=PATIENCE_SECONDS)[1]
+    assert re.search(r"job +\S+: 1 rank, [\d,]+ steps in", card), card
+    (job,) = json.loads((tmp_path / "summary.json").read_text())["jobs"]
+    assert job["world_size"] == 1 and job["steps"] > 0 and job["verdict"] in ("healthy", "insufficient_data")
+
+
 def test_without_a_command_the_next_step_is_shown() -> None:
     done = subprocess.run(RUN, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -25,12 +25,13 @@ from types import FrameType
 from rankscope.analysis.stats.step_time_comparison import StepTimes
 from rankscope.analysis.verdicts.verdict import Kind, gist, headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
+from rankscope.cli.job_summary import JobSummary
 from rankscope.cli.job_tables import MARKS
 from rankscope.cli.messages import Exit, refuse, to_stderr
 from rankscope.cli.options import add_options, add_output_argument
 from rankscope.cli.output_file import check_writable, keep_output
 from rankscope.cli.process_ends import ProcessEnds
-from rankscope.cli.run_card import JobSummary, as_html, card, to_json
+from rankscope.cli.run_card import as_html, card, to_json
 from rankscope.cli.run_end import CommandEnd, read_exit_reports
 from rankscope.cli.server_notes import announced
 from rankscope.cli.slow_capture import SlowCapture, default_folder

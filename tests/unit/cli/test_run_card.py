@@ -10,8 +10,9 @@ import pytest
 
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
+from rankscope.cli.job_summary import JobSummary
 from rankscope.cli.process_ends import ProcessEnd
-from rankscope.cli.run_card import JobSummary, advice, card, to_json
+from rankscope.cli.run_card import advice, card, to_json
 from rankscope.cli.run_end import CommandEnd
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon.windows.window import INSPECTOR, OTHER_PLUGIN
