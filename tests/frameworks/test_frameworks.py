@@ -59,7 +59,8 @@ def parameters(*, blind: bool) -> list[object]:
 
 def test_the_slow_rank_of_an_fsdp2_job_is_named() -> None:
     (framework,) = (each for each in MATRIX if each.key == "fsdp2")
-    played = play(python_with(framework.package), JOB, framework.arguments, HOST)
+    python = python_with(framework.package)
+    played = play(python, JOB, framework.arguments, HOST, is_complete=lambda verdict: verdict.culprits == (SLOW_RANK,))
     accused = {tick.verdict.culprits for tick in played.heard if tick.verdict.is_alarm}
     assert (SLOW_RANK,) in accused, str(played)
 
