@@ -96,7 +96,7 @@ def tls_files(arguments: argparse.Namespace) -> tuple[Path, Path, Path] | None:
 
 def host_port(flag: str, text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
         raise ValueError(f"{flag} {text!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 

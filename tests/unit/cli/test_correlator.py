@@ -15,6 +15,7 @@ HERE = ("--daemon", "127.0.0.1:9465")
         ((), "name the daemons: --daemon, --daemons-file, --daemons-dns or --daemons-slurm"),
         (("--daemon", "node 1:9465"), "'node 1:9465' is not HOST:PORT"),
         (("--daemon", "banana"), "--daemon 'banana' is not HOST:PORT"),
+        (("--daemon", "node-1:946²"), "'node-1:946²' is not HOST:PORT"),
         (("--daemon", "node-1:70000"), "'node-1:70000' is not HOST:PORT"),
         (("--daemon", "node-1:9465"), "--daemon node-1:9465: the daemon of another machine wants a certificate"),
         (("--daemons-dns", "name:x"), "is not HOST:PORT"),

@@ -370,7 +370,8 @@ class RecentWindows:
         if together is None:
             return HEALTHY
         frames = self._stalled_lines(together=True)
-        lost = f"all ranks together stall {together}, {percent(together.impact_ratio)} of the time"
+        who = "the rank stalls" if self._is_alone else "all ranks together stall"
+        lost = f"{who} {together}, {percent(together.impact_ratio)} of the time"
         where = f", in {frames[0].phase} at {source_line(frames[0])} ({frames[0].function})" if frames else ""
         return replace(HEALTHY, cause=Cause(frames[0].phase if frames else "unknown", frames, f"{lost}{where}"))
 
@@ -379,8 +380,9 @@ class RecentWindows:
         found = [share for share in shares if share >= self._policy.input_bound_ratio]
         if not found:
             return None
-        reason = f"all ranks wait for data, {percent(found[-1])} of each step"
-        return self._everyone(Kind.INPUT_BOUND, found, reason, Cause("input", (), "data loader wait of every rank"))
+        who, whose = ("the rank waits", "the rank") if self._is_alone else ("all ranks wait", "every rank")
+        reason = f"{who} for data, {percent(found[-1])} of each step"
+        return self._everyone(Kind.INPUT_BOUND, found, reason, Cause("input", (), f"data loader wait of {whose}"))
 
     def _low_mfu(self) -> Verdict | None:
         target = self._policy.mfu_target_ratio
@@ -389,6 +391,10 @@ class RecentWindows:
             return None
         reason = f"MFU {percent(known[-1])} is below the target of {percent(target)}"
         return self._everyone(Kind.LOW_MFU, [1 - mfu / target for mfu in known], reason, Cause())
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._recent[-1].columns.rank) == 1
 
     def _everyone(self, kind: Kind, impacts: Iterable[float], reason: str, cause: Cause) -> Verdict | None:
         """A verdict that names no rank, if enough of the last windows have the finding."""

@@ -192,12 +192,13 @@ class KilledChildren:
         stuck = self._stuck()
         own = next((child for child, held in stuck if held.key == rank.key), None)
         if own is not None:
-            what = f"py-spy (pid {own.pid}) does not end: it waits for a file of this process, and its file system"
+            what = f"py-spy (pid {own.pid}) was killed and does not end"
         elif sum(held.owner == rank.owner for _, held in stuck) >= STUCK_PER_OWNER or len(stuck) >= MAX_STUCK:
-            what = f"{len(stuck)} py-spy processes do not end: they wait for files of other ranks, whose file system"
+            what = f"{len(stuck)} py-spy processes of other ranks were killed and do not end"
         else:
             return None
-        text = f"{rank}: {what} does not answer; no stacks are read until then; repair or unmount it (FUSE, NFS)"
+        next_step = "if a file system (FUSE, NFS) of the job does not answer, repair or unmount it"
+        text = f"{rank}: {what}; no stacks are read until then; next step: {next_step}"
         return Problem("stacks", "stuck", text)
 
     def _stuck(self) -> list[tuple[Child, RankProcess]]:

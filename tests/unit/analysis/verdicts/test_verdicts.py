@@ -206,9 +206,11 @@ def test_a_checkpoint_is_not_a_straggler() -> None:
     assert not any(v.is_alarm for v in watch((HEALTHY, 5), (saving, 6)))
 
 
-def test_a_job_that_waits_for_data_everywhere_is_input_bound() -> None:
-    waiting = {rank: {"input_seconds": 0.030} for rank in range(4)}
-    assert watch((HEALTHY.but(extra=waiting), 6))[-1].kind is Kind.INPUT_BOUND
+@pytest.mark.parametrize(("ranks", "who"), [(4, "all ranks wait"), (1, "the rank waits")])
+def test_a_job_that_waits_for_data_everywhere_is_input_bound(ranks: int, who: str) -> None:
+    waiting = {rank: {"input_seconds": 0.030} for rank in range(ranks)}
+    verdict = watch((HEALTHY.but(data=ranks, extra=waiting), 6))[-1]
+    assert verdict.kind is Kind.INPUT_BOUND and verdict.reason.startswith(f"{who} for data, ")
 
 
 def test_low_mfu_needs_a_target() -> None:
