@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,26 +53,29 @@ class Ended:
 
 
 def run(kind: str, fault: str, folder: Path, seconds: float = SECONDS, interrupt: bool = False) -> Ended:
-    """Interrupts the run once it hangs, or has trained for some time."""
+    """Presses Ctrl-C once the run hangs, or has trained for some time."""
     words = [kind, fault, str(seconds), str(choose_port())]
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2") if kind in ("ddp", "fsdp2") else ()
     summary, log = folder / "summary.json", folder / "log"
     command = [*MAIN, "run", "--summary", str(summary), "--", sys.executable, *launcher, str(SCRIPT), *words]
-    with log.open("w") as output:
-        # A session of its own, without a terminal: `rankscope run` passes SIGINT on.
-        running = subprocess.Popen(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            preexec_fn=_take_interrupts,
-        )
+    ours, theirs = pty.openpty()
+    with log.open("w") as output, os.fdopen(ours, "wb", buffering=0) as keyboard:
+        with os.fdopen(theirs, "rb") as terminal:
+            running = subprocess.Popen(
+                command,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=terminal,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_take_terminal,
+            )
         try:
             if interrupt:
-                _wait_for("the job hangs" if fault == "hang" else "healthy", log, running)
-                time.sleep(HANG_SECONDS if fault == "hang" else 0.0)
-                running.send_signal(signal.SIGINT)
+                if fault == "hang":
+                    _wait_for("the job hangs", log, running)
+                time.sleep(HANG_SECONDS if fault == "hang" else SECONDS)
+                keyboard.write(b"\x03")
             status = running.wait(PATIENCE_SECONDS)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -78,7 +84,8 @@ def run(kind: str, fault: str, folder: Path, seconds: float = SECONDS, interrupt
     return Ended(status, json.loads(summary.read_text()), log.read_text())
 
 
-def _take_interrupts() -> None:
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands without it
 
 
