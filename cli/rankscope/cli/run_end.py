@@ -72,8 +72,8 @@ class Failure:
     def __str__(self) -> str:
         who = "the command" if self.rank is None else f"rank {self.rank}"
         if self.raised is not None:
-            place = f", at {self.raised.place}" if self.raised.place else ""
-            return f"{who} raised {self.raised.text}{place}"
+            what = f"{who} raised {self.raised.text}"
+            return f"{what.rstrip('.')}, at {self.raised.place}" if self.raised.place else what
         if self.status is None:
             return f"{who} ended first"
         if self.status >= 0:
