@@ -78,8 +78,7 @@ def advice(verdict: Verdict) -> str:
     if cause.phase == "input":
         return f"load the data of {who} faster{f': look at {line}' if line else ''}; compare its storage and its shard"
     if line:
-        does, their = ("does", "its") if is_one else ("do", "their")
-        return f"look at {line}: why {does} {who} spend more time there than {their} peers?"
+        return f"look at {line}, where {who} {'spends' if is_one else 'spend'} the additional time"
     return f"{RECORD}: rankscope run --capture-when-slow -- COMMAND"
 
 

@@ -138,7 +138,7 @@ def test_a_capture_begins_with_the_verdict_and_judges_it(
     first = lines.index("The verdict on the job was: rank 1 is slow because of train.py:11 (augment).")
     assert lines[first + 1].startswith(says)
     assert lines[first + 2].startswith("Rank 1: ")
-    assert "Try: look at train.py:11: why does rank 1 spend more time there than its peers?" in lines
+    assert "Try: look at train.py:11, where rank 1 spends the additional time" in lines
     # Nothing about the rank that waits, and no other advice.
     assert not any(text in shown for text in ("Rank 0: ", "link", "cannot be compared", "no rank stands out"))
 

@@ -20,6 +20,7 @@ from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, milliseconds, ranks
 from rankscope.analysis.verdicts.windows import (
     HOST_WAITING_PHASES,
+    PAST,
     WORK_PHASES,
     FrameSeen,
     GpuEvidence,
@@ -63,6 +64,11 @@ class _Culprit:
         return float(seconds[self.row]) - median_or_nan(seconds[self.peers])
 
     @property
+    def than(self) -> str:
+        """What it is compared with."""
+        return "earlier" if list(self.others) == [PAST] else "its peers"
+
+    @property
     def step_seconds(self) -> float:
         return float(self.columns.step_seconds[self.row])
 
@@ -86,7 +92,7 @@ class _Culprit:
         proven = self.history.proven(self.rank, self.others, {one.frame for one in recent})
         if not proven:
             return replace(cause, frames=self.shown([one for one in recent if is_user_code(one.frame)]))
-        evidence = _joined(cause.evidence, sentence(ranks([self.rank]), proven[0]))
+        evidence = _joined(cause.evidence, sentence(ranks([self.rank]), proven[0], self.than))
         return replace(cause, frames=self.shown(proven), evidence=evidence)
 
     def range_in_excess(self) -> str:
@@ -167,7 +173,7 @@ def _starved(culprit: _Culprit) -> Cause:
     delay = np.nan_to_num(culprit.more_than_peers(culprit.columns.starved_seconds))
     # A rank also lacks a CPU while it waits for others, so this can be more than its excess.
     evidence = (
-        f"{milliseconds(float(delay))} a step more without a CPU than its peers; "
+        f"{milliseconds(float(delay))} a step more without a CPU than {culprit.than}; "
         f"its own work takes {milliseconds(culprit.excess_seconds)} longer"
     )
     return Cause("starved", culprit.shown(culprit.frames()), evidence, culprit.bound)
@@ -182,14 +188,14 @@ def _cause_on_device(culprit: _Culprit, policy: Policy) -> Cause:
         return culprit.explained(Cause("input", (), evidence, HOST))
     if culprit.bound == HOST:
         return _late_host(culprit, policy)
-    throttle = name_throttle(culprit.gpu, culprit.peers_gpus, _slowdown(culprit), policy)
-    errors = compare_errors(culprit.gpu, culprit.peers_gpus)
+    throttle = name_throttle(culprit.gpu, culprit.peers_gpus, _slowdown(culprit), policy, culprit.than)
+    errors = compare_errors(culprit.gpu, culprit.peers_gpus, culprit.than)
     if throttle is not None:
         return replace(throttle, evidence=_joined(throttle.evidence, errors), bound=DEVICE)
     held = {phase: culprit.more_than_peers(columns.phase_seconds(phase)) for phase in ("forward", "backward")}
     where = [f", in {phase}" for phase, seconds in held.items() if seconds >= policy.cause_share * excess]
     more = f"{milliseconds(excess)} a step more on its device{''.join(where)}"
-    clocks = compare_clocks(culprit.gpu, culprit.peers_gpus, policy)
+    clocks = compare_clocks(culprit.gpu, culprit.peers_gpus, policy, culprit.than)
     return Cause("device", (), _joined(more, errors, clocks), DEVICE)
 
 
@@ -202,7 +208,7 @@ def _late_host(culprit: _Culprit, policy: Policy) -> Cause:
     excess = culprit.excess_seconds
     late = f"its host is late by {milliseconds(excess)} a step"
     if culprit.stacks is None or not culprit.peers_stacks:
-        of = "its" if culprit.stacks is None else "its peers'"
+        of = "its" if culprit.stacks is None else "earlier" if culprit.than == "earlier" else "its peers'"
         return culprit.explained(Cause("unknown", (), f"{late}; {of} stacks were not sampled", HOST))
     needed = policy.stack_cause_share * excess
     phase, held = _seen_in_stacks(culprit, HOST_WAITING_PHASES, needed)
@@ -229,13 +235,13 @@ def _cause_by_phase(culprit: _Culprit, policy: Policy) -> Cause:
         needed = policy.stack_cause_share * excess
         phase, held = _seen_in_stacks(culprit, WAITING_PHASES, needed)
     if not (phase in PHASES_OFF_THE_GPU and held >= needed):
-        throttle = name_throttle(culprit.gpu, culprit.peers_gpus, _slowdown(culprit), policy)
+        throttle = name_throttle(culprit.gpu, culprit.peers_gpus, _slowdown(culprit), policy, culprit.than)
         if throttle is not None:
             return throttle
     if held < needed:
         evidence = f"{milliseconds(excess)} a step in excess, spread over several phases"
         return culprit.explained(Cause("unknown", (), evidence))
-    return culprit.explained(Cause(phase, (), f"{milliseconds(held)} a step more {_named(phase)} than its peers"))
+    return culprit.explained(Cause(phase, (), f"{milliseconds(held)} a step more {_named(phase)} than {culprit.than}"))
 
 
 def _slowdown(culprit: _Culprit) -> float:

@@ -18,6 +18,7 @@ from rankscope.analysis.verdicts.findings import Observation, ReadyWindow, obser
 from rankscope.analysis.verdicts.hang import HangWatch
 from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.long_steps import LongStepHistory
+from rankscope.analysis.verdicts.own_past import OwnPast
 from rankscope.analysis.verdicts.rules import HEALTHY, Damper, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
@@ -92,6 +93,7 @@ class JobDetector:
         self._damper = Damper(policy)
         self._baseline = TransferBaseline()
         self._long_steps = LongStepHistory()
+        self._own_past = OwnPast()
         self._step_counts = StepCounts()
         self._steps_seen = 0.0
         self._filled_ratio = 0.0  # of the fullest window
@@ -246,15 +248,17 @@ class JobDetector:
         if ready.window.asynchronous is None:
             if latest.departed:
                 return None  # a rank died in the window: what the others did until then shows nothing
-            ready = self._without_partial_comparison(ready)
-        return self._recent.decide(self._observe(ready), self.verdict)
+            if self._is_partial(ready):
+                return self._recent.decide(self._observe(ready.without_outliers()), self.verdict)
+        observation = self._observe(ready)
+        if world_size == 1:
+            observation = self._own_past.compare(ready.window, observation, self._policy)
+        return self._recent.decide(observation, self.verdict)
 
-    def _without_partial_comparison(self, ready: ReadyWindow) -> ReadyWindow:
+    def _is_partial(self, ready: ReadyWindow) -> bool:
         """Ranks are not compared in a window in which the job starts or ends: its few steps are unlike the others."""
-        filled = ready.filled_ratio
-        self._filled_ratio = max(self._filled_ratio, filled)
-        is_partial = filled < FIXED.window_filled_ratio * self._filled_ratio
-        return ready.without_outliers() if is_partial else ready
+        self._filled_ratio = max(self._filled_ratio, ready.filled_ratio)
+        return ready.filled_ratio < FIXED.window_filled_ratio * self._filled_ratio
 
     def _unknown_steps(self, latest: JobWindow) -> Verdict | None:
         """Of a rank that runs no optimizer: the others' steps cannot be compared with it."""

@@ -23,7 +23,11 @@ IDLE = "idle"
 
 
 def name_throttle(
-    mine: GpuEvidence | None, peers: Sequence[GpuEvidence], slowdown_ratio: float, policy: Policy
+    mine: GpuEvidence | None,
+    peers: Sequence[GpuEvidence],
+    slowdown_ratio: float,
+    policy: Policy,
+    than: str = "its peers",
 ) -> Cause | None:
     """`slowdown_ratio`: the rank's own work against its peers'. None where the GPU does not explain it."""
     if mine is None or not peers or mine.share(IDLE) >= policy.throttle_share or not _is_busy(mine, peers, policy):
@@ -35,25 +39,27 @@ def name_throttle(
         missing = usual / mine.sm_clock_hertz - 1
         if missing < policy.throttle_clock_ratio - 1 or missing < policy.cause_share * (slowdown_ratio - 1):
             return None
-        return Cause(PHASE, (), f"{_clock(mine)}{_reasons(mine)}; peers at {_megahertz(usual)}")
+        return Cause(PHASE, (), f"{_clock(mine)}{_reasons(mine)}; {than.removeprefix('its ')} at {_megahertz(usual)}")
     if not any(mine.share(r) - median(p.share(r) for p in peers) >= policy.throttle_share for r in THERMAL):
         return None
-    return Cause(PHASE, (), f"GPU{_reasons(mine)}; its peers are not")
+    return Cause(PHASE, (), f"GPU{_reasons(mine)}; not {than}")
 
 
-def compare_clocks(mine: GpuEvidence | None, peers: Sequence[GpuEvidence], policy: Policy) -> str:
+def compare_clocks(
+    mine: GpuEvidence | None, peers: Sequence[GpuEvidence], policy: Policy, than: str = "its peers"
+) -> str:
     """What the GPU of a slow rank shows where its clock does not explain the slowness."""
     clocks = [peer.sm_clock_hertz for peer in peers if peer.sm_clock_hertz]
     if mine is None or not mine.sm_clock_hertz or not clocks:
         return "longer kernels; the clocks of the GPUs are not known"
     usual = median(clocks)
     if usual >= policy.throttle_clock_ratio * mine.sm_clock_hertz:
-        return f"{_clock(mine)}{_reasons(mine)}; peers at {_megahertz(usual)}: part of it"
+        return f"{_clock(mine)}{_reasons(mine)}; {than.removeprefix('its ')} at {_megahertz(usual)}: part of it"
     shared = "; other ranks use the same GPU" if mine.shared else ""
-    return f"same clock as its peers ({_megahertz(mine.sm_clock_hertz)}), longer kernels{_heat(mine, peers)}{shared}"
+    return f"same clock as {than} ({_megahertz(mine.sm_clock_hertz)}), longer kernels{_heat(mine, peers)}{shared}"
 
 
-def compare_errors(mine: GpuEvidence | None, peers: Sequence[GpuEvidence]) -> str:
+def compare_errors(mine: GpuEvidence | None, peers: Sequence[GpuEvidence], than: str = "its peers") -> str:
     """Errors of the GPU that most of its peers do not have; empty where there are none."""
     if mine is None:
         return ""
@@ -72,7 +78,7 @@ def compare_errors(mine: GpuEvidence | None, peers: Sequence[GpuEvidence]) -> st
     if not found:
         return ""
     lasted = f" in {mine.seconds:.0f} s" if mine.seconds >= 1 else ""
-    return f"{' and '.join(found)} on its GPU{lasted}, {'most of ' if any(theirs) else ''}its peers none"
+    return f"{' and '.join(found)} on its GPU{lasted}, {'most of ' if any(theirs) else ''}{than} none"
 
 
 def merge_gpus(seen: Sequence[GpuEvidence]) -> GpuEvidence | None:

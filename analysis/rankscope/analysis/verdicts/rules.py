@@ -160,7 +160,9 @@ class RecentWindows:
         culprits = tuple(sorted(alarmed or warned))
         if not culprits:
             return None
-        return self._slow_rank_verdict(culprits, Severity.ALARM if alarmed else Severity.WARNING)
+        # A rank alone works longer than before, and may have more to do.
+        is_alarm = bool(alarmed) and not self._is_alone
+        return self._slow_rank_verdict(culprits, Severity.ALARM if is_alarm else Severity.WARNING)
 
     def _is_beyond_variation(self, rank: int) -> bool:
         """Whether the excess of a rank exceeds what excesses vary by from window to window. Changes between windows do
@@ -178,7 +180,7 @@ class RecentWindows:
             return sum(rank in o.outliers | o.lingering for o in self._recent) >= self._policy.windows_kept
         changes = np.abs(np.diff(self._excesses, axis=0))
         cohort = latest.columns.stage == latest.columns.stage[row]
-        if len(changes) * (np.count_nonzero(cohort) - 1) < MIN_CHANGES:
+        if len(changes) * max(np.count_nonzero(cohort) - 1, 1) < MIN_CHANGES:
             return False
         usual = MAD_TO_SIGMA * max(median_or_nan(changes[:, row]), median_or_nan(changes[:, cohort].ravel()))
         # The machine may have become noisy a few windows ago. The largest change may be the beginning of the fault.
@@ -215,7 +217,8 @@ class RecentWindows:
             cause = replace(cause, stalls=str(stalls))
         own, usual = median_or_nan(screened.compared_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last)
-        what = f"{milliseconds(own)} of own work a step against {milliseconds(usual)} of its peers"
+        whose = "earlier in the run" if self._is_alone else "of its peers"
+        what = f"{milliseconds(own)} of own work a step against {milliseconds(usual)} {whose}"
         if stalls is not None:
             what = f"stalls {stalls}, while its peers wait for it"
         of = "the run's updates" if flagged[-1].is_asynchronous else "the job's time"
@@ -228,7 +231,8 @@ class RecentWindows:
         """A rank that is late hides some communication, and makes other communication slower. Where the job's past is
         known, and the rank's excess is about what the job has lost since, that loss is what would come back."""
         step = median_or_nan(columns.usual_step_seconds)
-        if len(self._usual_steps) < self._policy.windows_for_alarm or not step > 0 or self._recent[-1].is_asynchronous:
+        is_other = self._is_alone or self._recent[-1].is_asynchronous
+        if len(self._usual_steps) < self._policy.windows_for_alarm or not step > 0 or is_other:
             return impact
         slowdown = 1 - float(np.median(self._usual_steps)) / step
         if slowdown < self._policy.impact_ratio:

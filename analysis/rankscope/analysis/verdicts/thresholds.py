@@ -162,6 +162,9 @@ class FixedThresholds:
         3.0,
         "On the host's clock, a rank is slow from this ratio of its excess to what excesses vary by between windows.",
     )
+    own_past_ratio: float = threshold(
+        1.25, "A rank that trains alone is slow from this ratio of its own work to that earlier in the run."
+    )
     window_filled_ratio: float = threshold(
         0.5, "Ranks are not compared in a window that steps fill by less than this share of the job's fullest window."
     )
