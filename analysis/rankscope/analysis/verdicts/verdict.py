@@ -26,7 +26,8 @@ class Kind(str, Enum):
     HEALTHY = "healthy", "no rank, stage or link stands out", "healthy"
     SLOW_RANK = (
         "slow_rank",
-        "these ranks work longer than their cohort; if they are all ranks of one node, the node is reported",
+        "these ranks work longer than their cohort, or a rank alone longer than earlier; if they are all ranks of one "
+        "node, the node is reported",
         "{who} {are} slow",
     )
     SLOW_STAGE = (
