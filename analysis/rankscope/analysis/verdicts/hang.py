@@ -66,7 +66,7 @@ class HangWatch:
             self._verdict = None
             return None
         stalls, known_steps = window.stalls(), 2 * np.count_nonzero(~np.isnan(steps)) >= max(1, len(steps))
-        leaving = [rank for rank, stall in stalls.items() if stall is not None and _is_leaving(stall)]
+        leaving = [rank for rank, stall in stalls.items() if stall is not None and _is_leaving(stall, window.departed)]
         self._leaving_seconds = self._leaving_seconds + window.window_seconds if len(leaving) == len(stalls) else 0.0
         is_still = known_steps or any(stalls.values()) or not stalls
         self._moving_seconds = 0.0 if is_still else self._moving_seconds + window.window_seconds
@@ -106,11 +106,13 @@ def _patience(step_seconds: float | None, policy: Policy) -> float:
     return max(policy.hang_seconds, policy.hang_steps * (step_seconds or 0.0))
 
 
-def _is_leaving(stall: Stall) -> bool:
+def _is_leaving(stall: Stall, departed: tuple[int, ...]) -> bool:
     """It tears down its process groups, exits, or has no interpreter any more."""
     if stall.phase == UNREADABLE:
         return True
     stack = stack_of(stall.stack)
+    if stack and departed and stack[0].function == "<module>":
+        return True  # destructors take long on a busy machine, after the last function has returned
     return any(_is_in(frame, _DESTROYS) for frame in stack) or any(_is_in(stack[-1], at) for at in _EXITS if stack)
 
 
@@ -131,7 +133,7 @@ def find_hang(
     standing = {rank: stall for rank, stall in stalls.items() if stall and stall.seconds_since_step >= patience_seconds}
     if not standing or len(standing) < len(stalls):
         return None
-    waiting, leaving = _waiting(standing), {rank for rank, stall in standing.items() if _is_leaving(stall)}
+    waiting, leaving = _waiting(standing), {rank for rank, stall in standing.items() if _is_leaving(stall, departed)}
     if len(leaving) < len(standing):
         waiting -= leaving  # for nobody who still trains
     if any(_is_at_work(stall, rank in waiting, policy) for rank, stall in standing.items()):

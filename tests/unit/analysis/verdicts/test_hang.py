@@ -333,6 +333,16 @@ def test_ranks_that_tear_down_or_exit_do_not_hang(leaving: Stall) -> None:
     assert job.show(everywhere, 30, departed=(0, 1, 2)) is None, "one after the other"
 
 
+def test_destructors_after_the_program_are_no_hang() -> None:
+    """Two ranks of a healthy job stood at the last line of their module for 15 s, on two cores with a load of 11."""
+    at_its_end = replace(WAITING, phase="other", stack=("<module> (/app/train.py:69)",))
+    ends, works = Job(), Job()
+    assert ends.show(dict.fromkeys(range(4), at_its_end), round(FIXED.hang_leaving_seconds) - 1, departed=(2,)) is None
+    in_backward = replace(WAITING, stack=(*IN_BACKWARD, *at_its_end.stack))
+    verdict = works.show(dict.fromkeys(range(4), in_backward), 20, departed=(2,))
+    assert verdict is not None and verdict.culprits == (2,)
+
+
 def test_a_teardown_that_never_ends_is_a_hang() -> None:
     """As NCCL's may be."""
     stalls = dict.fromkeys(range(4), replace(LEAVING[0], collectives_enqueued=None))
