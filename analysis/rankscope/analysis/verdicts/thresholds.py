@@ -165,6 +165,19 @@ class FixedThresholds:
     own_past_ratio: float = threshold(
         1.25, "A rank that trains alone is slow from this ratio of its own work to that earlier in the run."
     )
+    path_impact_ratio: float = threshold(
+        0.05,
+        "On the critical path, a rank is slow when this share of a window would come back if it worked as its peers.",
+    )
+    path_score: float = threshold(
+        4.0, "Its loss must be this far from the usual loss of its peers over the steps.", "standard errors"
+    )
+    path_peers_ratio: float = threshold(
+        3.0, "And this ratio to it: where data is uneven, every rank costs something, and one of them most."
+    )
+    path_compared_share: float = threshold(
+        0.5, "The critical path is judged when peers do the same as this share of the work on it."
+    )
     window_filled_ratio: float = threshold(
         0.5, "Ranks are not compared in a window that steps fill by less than this share of the job's fullest window."
     )

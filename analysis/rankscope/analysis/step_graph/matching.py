@@ -1,0 +1,92 @@
+"""Which rows are one collective, or one message: its operations on different ranks meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.stats.robust import Bools, Ints, grouped_median, number_groups, occurrence
+from rankscope.analysis.step_graph.operations import MESSAGES, UNKNOWN, Operations
+
+# A rank counts its steps by its host, so that an operation at the end of a step may count to the next one.
+MAX_STEPS_APART = 2
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """`number` is the meeting of each row: UNKNOWN where no other rank has the operation."""
+
+    number: Ints
+    count: int
+    lonely: int  # operations of groups with several known ranks that nobody else recorded
+    stretch: Ints  # of each row: steps that were recorded without a pause; the same on all ranks
+    step: Ints  # of each row, the same for all ranks that meet
+
+
+def match(operations: Operations) -> Meetings:
+    """Collectives by their sequence in the group; messages by their order between two ranks."""
+    is_message = np.isin(operations.kind, MESSAGES)
+    stretch = _stretches(operations.step)
+    number = np.full(len(operations), UNKNOWN, dtype=np.int64)
+    collectives = np.flatnonzero(~is_message)
+    keys = (operations.group, operations.kind, operations.sequence)
+    number[collectives], count = number_groups(*(key[collectives] for key in keys))
+    messages = np.flatnonzero(is_message & (operations.peer >= 0))
+    number[messages] = count + _match_messages(operations, stretch, messages)
+    number, kept = _with_others(operations.rank, number)
+    several = np.array([sum(rank != UNKNOWN for rank in group.ranks) > 1 for group in operations.groups], dtype=bool)
+    lonely = int(((number == UNKNOWN) & several[operations.group]).sum()) if len(several) else 0
+    return Meetings(number, kept, lonely, stretch, _common_steps(operations.step, number, kept))
+
+
+def _stretches(step: Ints) -> Ints:
+    seen = np.unique(step)
+    begins = np.flatnonzero(np.diff(seen, prepend=seen[:1]) > MAX_STEPS_APART)
+    return np.searchsorted(begins, np.searchsorted(seen, step), side="right")
+
+
+def _match_messages(operations: Operations, stretch: Ints, rows: Ints) -> Ints:
+    """Between two ranks, messages arrive in the order in which they are sent. Where the two recorded a different number
+    of them, whole steps with the same number are matched."""
+    sends = operations.kind[rows] == CollectiveKind.SEND
+    source = np.where(sends, operations.rank[rows], operations.peer[rows])
+    target = np.where(sends, operations.peer[rows], operations.rank[rows])
+    pair, _ = number_groups(operations.group[rows], source, target, stretch[rows])
+    by_step, _ = number_groups(pair, operations.step[rows])
+    whole = _balanced(pair, sends)
+    part = np.where(whole, pair, by_step + len(rows))
+    order = occurrence(2 * part + sends)
+    number, _ = number_groups(part, order)
+    return np.where(whole | _balanced(by_step, sends), number, len(rows) + np.arange(len(rows)))
+
+
+def _balanced(part: Ints, sends: Bools) -> Bools:
+    sent, received = np.bincount(part[sends], minlength=len(part)), np.bincount(part[~sends], minlength=len(part))
+    return np.asarray((sent == received)[part])
+
+
+def _with_others(rank: Ints, number: Ints) -> tuple[Ints, int]:
+    """Numbers from 0 of what several ranks have, each once."""
+    known = np.flatnonzero(number >= 0)
+    renumbered = np.full(len(number), UNKNOWN, dtype=np.int64)
+    if not len(known):
+        return renumbered, 0
+    of, count = number_groups(number[known])
+    members = np.bincount(of, minlength=count)
+    pairs, distinct = number_groups(of, rank[known])
+    ranks = np.bincount(of[np.unique(pairs, return_index=True)[1]], minlength=count) if distinct else members
+    good = (members > 1) & (ranks == members)
+    kept = good[of]
+    renumbered[known[kept]] = (np.cumsum(good) - 1)[of[kept]]
+    return renumbered, int(good.sum())
+
+
+def _common_steps(step: Ints, number: Ints, count: int) -> Ints:
+    """What most of the ranks that meet count."""
+    met = number >= 0
+    usual = grouped_median(step[met].astype(np.float64), number[met], count)
+    common: Ints = step.copy()
+    common[met] = np.ceil(usual).astype(np.int64)[number[met]]
+    return common

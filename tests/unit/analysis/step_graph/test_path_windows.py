@@ -1,0 +1,100 @@
+"""Verdicts from the critical path: jobs of every layout with and without a fault, and what two real jobs recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankscope.analysis.step_graph.path_windows import PathReport, report_path
+from rankscope.analysis.step_graph.recording import read_recording
+from rankscope.analysis.verdicts.verdict import Kind
+from tests.support.step_programs import Fault, Layout, play
+
+RECORDINGS = Path(__file__).parents[3] / "data" / "nccl"
+LAYOUTS = {
+    "dp4": Layout(data=4),
+    "tp4": Layout(tensor=4),
+    "tp2 pp2": Layout(tensor=2, pipeline=2),
+    "pp2 dp2": Layout(pipeline=2, data=2),
+    "tp2 pp2 dp2": Layout(tensor=2, pipeline=2, data=2),
+    "pp4 dp2": Layout(pipeline=4, data=2, micro_batches=8),
+    "one communicator for each pair": Layout(pipeline=3, data=2, pairs=True),
+}
+MANY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+HEALTHY_TWINS = (
+    {},
+    {"last_stage_ns": 8_000_000},  # the loss
+    {"uneven": 0.3},  # sequences of different length
+    {"faults": (Fault(1, 50_000_000, every=37),)},  # once
+)
+
+
+def report(layout: Layout) -> PathReport:
+    return report_path(play(layout))
+
+
+@MANY
+@pytest.mark.parametrize("twin", HEALTHY_TWINS, ids=["even", "last stage", "uneven data", "one long step"])
+def test_nobody_is_named_in_a_healthy_job(layout: Layout, twin: dict[str, float]) -> None:
+    verdict = report(replace(layout, **twin)).verdict  # type: ignore[arg-type]
+    assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
+
+
+@MANY
+def test_a_slow_rank_is_named_with_what_it_costs(layout: Layout) -> None:
+    rank = layout.world // 2
+    slow = report(replace(layout, faults=(Fault(rank, 2_000_000),)))
+    assert (slow.verdict.kind, slow.verdict.culprits) == (Kind.SLOW_RANK, (rank,))
+    usual, real = (sum(window.step_seconds for window in found.windows) for found in (report(layout), slow))
+    assert slow.verdict.impact_ratio == pytest.approx(1 - usual / real, abs=0.05)
+
+
+@pytest.mark.parametrize("layout", [Layout(data=4), Layout(pipeline=2, data=2)], ids=["dp4", "pp2 dp2"])
+def test_a_rank_slow_in_every_10th_step_is_named(layout: Layout) -> None:
+    fault = Fault(2, 15_000_000, every=10)
+    assert report(replace(layout, faults=(fault,), steps=200)).verdict.culprits == (2,)
+
+
+def test_two_slow_ranks_are_named() -> None:
+    """Either alone would bring back nothing: the step would wait for the other."""
+    faults = (Fault(1, 2_000_000), Fault(6, 2_000_000))
+    assert report(Layout(data=8, faults=faults)).verdict.culprits == (1, 6)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 6])
+def test_the_unlucky_rank_of_uneven_data_is_not_named(seed: int) -> None:
+    """Every rank costs something; these are the seeds in which one cost most over several windows."""
+    verdict = report(Layout(data=8, uneven=0.5, steps=100, seed=seed)).verdict
+    assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
+
+
+@pytest.mark.parametrize("layout", [Layout(pipeline=4), Layout(data=4, steps=30)], ids=["no peers", "few steps"])
+def test_what_cannot_be_compared_is_not_called_healthy(layout: Layout) -> None:
+    assert report(layout).verdict.kind is Kind.INSUFFICIENT_DATA
+
+
+@MANY
+def test_the_parts_of_the_path_add_up(layout: Layout) -> None:
+    for window in report(layout).windows:
+        assert window.communication + window.own.sum() == pytest.approx(1.0)
+
+
+# Megatron-LM, pipeline 2 x data 2, on four ranks of one GPU; eight of 16 steps have no records.
+
+
+def test_a_healthy_real_job_is_healthy() -> None:
+    """One step of rank 0 was 300 ms longer."""
+    found = report_path(read_recording(RECORDINGS / "pp2_dp2_healthy.npz"))
+    assert (found.verdict.kind, found.verdict.culprits) == (Kind.HEALTHY, ())
+    assert found.stages == (0, 0, 1, 1) and found.lonely == 0 and len(found.windows) >= 15
+
+
+def test_the_late_host_of_a_real_job_is_named() -> None:
+    """From about step 120 on, rank 2's host is late by 15 ms a layer: a step of 88 ms becomes one of 340 ms."""
+    found = report_path(read_recording(RECORDINGS / "pp2_dp2_late_host.npz"))
+    assert (found.verdict.kind, found.verdict.culprits) == (Kind.SLOW_RANK, (2,))
+    assert found.verdict.impact_ratio == pytest.approx(1 - 88 / 340, abs=0.05)
+    before = [window for window in found.windows if window.last_step < 119]
+    assert max(float(window.returns.max()) for window in before) < 0.05
