@@ -35,6 +35,7 @@ class Subcommand:
 _ANALYZED = {
     "trace": "break torch-profiler traces down, and compare ranks",
     "timeline": "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?",
+    "recording": "find the critical path of recorded steps, and the rank that holds the others up",
     "alphabeta": "fit latency and bandwidth of collectives; find the slow ones",
     "nccl-log": "say which network and transports NCCL uses, from its debug files (NCCL_DEBUG=INFO)",
     "flight-recorder": "say which rank a hung job waits for, from the dumps of torch's flight recorder",

@@ -46,6 +46,7 @@ SELECTING = [*SERVED[:3], SERVED[4], SERVED[7]]
 READING: list[tuple[str, ...]] = [
     ("analyze", "trace"),
     ("analyze", "timeline"),
+    ("analyze", "recording"),
     ("analyze", "alphabeta"),
     ("analyze", "nccl-log"),
     ("analyze", "flight-recorder"),

@@ -1,0 +1,102 @@
+"""`rankscope analyze recording`: the critical path of recorded steps, and the rank that holds the others up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from rankscope.analysis.step_graph.path_windows import PathReport, PathWindow, report_path
+from rankscope.analysis.step_graph.recording import RecordingError, read_recording
+from rankscope.analysis.verdicts.verdict import headline
+from rankscope.cli.messages import Exit, cannot_read, refuse, to_stdout
+from rankscope.cli.options import add_options
+from rankscope.cli.terminal import Terminal
+from rankscope.common.text import printable
+
+_EPILOG = """\
+examples:
+  rankscope analyze recording job.npz
+  rankscope analyze recording job.npz --json | jq '.verdict, .culprits'
+
+Ranks, stages and peers come from the operations; nothing has to be declared. The exit status is 0 whatever the verdict.
+Format, method and JSON keys: docs/analyze-recording.md.
+"""
+# Of many ranks, those with the largest part of the path.
+MAX_RANKS_SHOWN = 4
+MAX_WINDOWS_SHOWN = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("file", type=Path, metavar="FILE", help="a recording: a NumPy archive (.npz)")
+    add_options(parser, "--json")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        report = report_path(read_recording(arguments.file))
+    except RecordingError as error:
+        return refuse(f"{arguments.file}: {error}; see docs/analyze-recording.md for the format")
+    except OSError as error:
+        return refuse(f"{arguments.file}: {cannot_read(error)}")
+    except MemoryError:
+        return refuse(f"{arguments.file}: does not fit into memory; record fewer steps")
+    if arguments.json:
+        to_stdout(json.dumps(_to_json(report), allow_nan=False))
+        return Exit.OK
+    _print(report, arguments.file)
+    return Exit.OK
+
+
+def _print(report: PathReport, file: Path) -> None:
+    terminal = Terminal(soft_wrap=True)
+    stages = len(set(report.stages))
+    shape = f"{len(report.ranks)} ranks" + (f" in {stages} pipeline stages" if stages > 1 else "")
+    steps = sum(window.last_step - window.first_step + 1 for window in report.windows)
+    terminal.print(Text(f"{printable(str(file))}: {shape}, {report.operations:,} operations, {steps:,} whole steps"))
+    if report.lonely:
+        terminal.print(Text(f"{report.lonely:,} operations were recorded by one rank only; they are left out"))
+    if report.windows:
+        terminal.print()
+        headings = ("steps", "step", "communication", "own work on the critical path", "would come back")
+        rows = [headings, *(_row(report, window) for window in report.windows)]
+        terminal.print_rows(rows, ("steps", "own work on the critical path", "would come back"), MAX_WINDOWS_SHOWN)
+    terminal.print(Text.assemble("verdict  ", (headline(report.verdict), "bold")))
+    if report.verdict.reason:
+        terminal.print(Text(f"why      {report.verdict.reason}"))
+
+
+def _row(report: PathReport, window: PathWindow) -> tuple[str, ...]:
+    order = np.argsort(-window.own, kind="stable")[:MAX_RANKS_SHOWN]
+    own = ", ".join(f"rank {report.ranks[rank]} {window.own[rank]:.0%}" for rank in order.tolist())
+    worst = int(window.returns.argmax())
+    returns = f"{window.returns[worst]:.0%} with rank {report.ranks[worst]}" if window.returns[worst] >= 0.01 else "-"
+    steps = f"{window.first_step:,}-{window.last_step:,}"
+    return steps, f"{1000 * window.step_seconds:.1f} ms", f"{window.communication:.0%}", own, returns
+
+
+def _to_json(report: PathReport) -> dict[str, Any]:
+    verdict = report.verdict
+    return {
+        "verdict": verdict.kind.value,
+        "culprits": list(verdict.culprits),
+        "impact_ratio": verdict.impact_ratio,
+        "reason": verdict.reason,
+        "operations": report.operations,
+        "unmatched_operations": report.lonely,
+        "ranks": [{"rank": rank, "stage": stage} for rank, stage in zip(report.ranks, report.stages, strict=True)],
+        "windows": [_window_to_json(report, window) for window in report.windows],
+    }
+
+
+def _window_to_json(report: PathReport, window: PathWindow) -> dict[str, Any]:
+    figures = asdict(window)
+    own, returns = figures.pop("own"), figures.pop("returns")
+    by_rank = zip(report.ranks, own.tolist(), returns.tolist(), strict=True)
+    return figures | {"ranks": [{"rank": rank, "own": share, "returns": back} for rank, share, back in by_rank]}

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import Command
+
+RECORDINGS = Path(__file__).parents[2] / "data" / "nccl"
+
+
+@pytest.fixture
+def recording(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "analyze", "recording")
+
+
+def test_the_slow_rank_and_its_windows_are_printed(recording: Command) -> None:
+    out = recording.answer(RECORDINGS / "pp2_dp2_late_host.npz")
+    assert "4 ranks in 2 pipeline stages, 9,056 operations, 130 whole steps" in out
+    assert "72% with rank 2" in out and "verdict  rank 2 is slow\n" in out
+    assert "of the time of steps 121 to 199 would come back if rank 2 worked as the peers" in out
+
+
+def test_the_verdict_as_json(recording: Command) -> None:
+    report = recording.json(RECORDINGS / "pp2_dp2_healthy.npz")
+    assert (report["verdict"], report["culprits"], report["unmatched_operations"]) == ("healthy", [], 0)
+    assert [rank["stage"] for rank in report["ranks"]] == [0, 0, 1, 1]
+    window = report["windows"][5]
+    assert sum(rank["own"] for rank in window["ranks"]) + window["communication"] == pytest.approx(1.0)
+
+
+def test_a_file_that_is_no_recording_is_refused(recording: Command, tmp_path: Path) -> None:
+    (tmp_path / "job.npz").write_text("steps")
+    assert "is not a recording" in recording.complaint(tmp_path / "job.npz")
+    assert "No such file" in recording.complaint(tmp_path / "gone.npz")
+    assert "directory" in recording.complaint(tmp_path).lower()
