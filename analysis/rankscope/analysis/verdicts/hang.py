@@ -111,8 +111,10 @@ def _is_leaving(stall: Stall, departed: tuple[int, ...]) -> bool:
     if stall.phase == UNREADABLE:
         return True
     stack = stack_of(stall.stack)
-    if stack and departed and stack[0].function == "<module>":
-        return True  # destructors take long on a busy machine, after the last function has returned
+    if departed and stall.phase not in WAITING_PHASES:
+        own = next((frame for frame in stack if frame.file and is_user_code(frame)), None)
+        if own is not None and own.function == "<module>":
+            return True  # destructors take long on a busy machine, after the last function has returned
     return any(_is_in(frame, _DESTROYS) for frame in stack) or any(_is_in(stack[-1], at) for at in _EXITS if stack)
 
 

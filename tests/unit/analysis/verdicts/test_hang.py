@@ -335,11 +335,13 @@ def test_ranks_that_tear_down_or_exit_do_not_hang(leaving: Stall) -> None:
 
 def test_destructors_after_the_program_are_no_hang() -> None:
     """Two ranks of a healthy job stood at the last line of their module for 15 s, on two cores with a load of 11."""
-    at_its_end = replace(WAITING, phase="other", stack=("<module> (/app/train.py:69)",))
-    ends, works = Job(), Job()
-    assert ends.show(dict.fromkeys(range(4), at_its_end), round(FIXED.hang_leaving_seconds) - 1, departed=(2,)) is None
-    in_backward = replace(WAITING, stack=(*IN_BACKWARD, *at_its_end.stack))
-    verdict = works.show(dict.fromkeys(range(4), in_backward), 20, departed=(2,))
+    module, minute = "<module> (/app/train.py:69)", round(FIXED.hang_leaving_seconds)
+    for stack in ((module,), (f"__del__ ({TORCH}/utils/data/dataloader.py:9)", module)):
+        at_its_end = dict.fromkeys(range(4), replace(WAITING, phase="other", stack=stack))
+        assert Job().show(at_its_end, minute - 1, departed=(2,)) is None
+        assert Job().show(at_its_end, minute + 1, departed=(2,)) is not None
+    in_backward = replace(WAITING, stack=(*IN_BACKWARD[:-1], module))
+    verdict = Job().show(dict.fromkeys(range(4), in_backward), 20, departed=(2,))
     assert verdict is not None and verdict.culprits == (2,)
 
 
