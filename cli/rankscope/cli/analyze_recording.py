@@ -27,7 +27,7 @@ examples:
 Ranks, stages and peers come from the operations; nothing has to be declared. The exit status is 0 whatever the verdict.
 Format, method and JSON keys: docs/analyze-recording.md.
 """
-# Of many ranks, those with the largest part of the path.
+# Ranks with the largest part of the path come first.
 MAX_RANKS_SHOWN = 4
 MAX_WINDOWS_SHOWN = 40
 

@@ -1,7 +1,7 @@
-"""What every operation of a step waited for: for the operation before it on its rank, then for that rank's own work,
-then for the last of the ranks that it meets.
+"""The graph of steps: an operation starts after the operation before it on its rank and the rank's own work, and ends
+after the last of the ranks that it meets has arrived.
 
-Two times follow for each row. `own_ns` is from the end of the operation before it to its start: the rank's own work.
+Each row has two times. `own_ns`, the rank's own work, is from the end of the operation before it to its start.
 `transfer_ns` is from the arrival of the last rank to its end."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
 from rankscope.analysis.step_graph.matching import Meetings, match
 from rankscope.analysis.step_graph.operations import UNKNOWN, Operations
 
@@ -22,7 +22,8 @@ class StepGraph:
     operations: Operations
     meetings: Meetings
     before: Ints  # the row that ended last on the rank before this one starts; UNKNOWN after a pause of recording
-    last: Ints  # the row whose start let this one end: the last that arrived, or itself
+    waits: Bools  # whether the row ends only after all that it meets have arrived
+    last: Ints  # the row that arrived last, if this one waits; else itself
     own_ns: Ints  # 0 where nothing precedes
     transfer_ns: Ints
 
@@ -30,28 +31,33 @@ class StepGraph:
     def build(cls, operations: Operations) -> StepGraph:
         meetings = match(operations)
         operations = _received_after_sent(operations, meetings)
-        last = _last_to_arrive(operations, meetings)
+        waits, last = _last_to_arrive(operations, meetings)
         before = _before(operations, meetings.stretch)
         own = np.where(before >= 0, operations.start_ns - operations.stop_ns[before], 0)
-        return cls(operations, meetings, before, last, own, operations.stop_ns - operations.start_ns[last])
+        return cls(operations, meetings, before, waits, last, own, operations.stop_ns - operations.start_ns[last])
 
     def __len__(self) -> int:
         return len(self.operations)
 
-    def path(self, stretch: int) -> Ints:
-        """The critical path of steps that were recorded without a pause: the rows that arrived last, from the end."""
-        rows = np.flatnonzero(self.meetings.stretch == stretch)
-        before, last = self.before.tolist(), self.last.tolist()
-        path = [last[int(rows[np.argmax(self.operations.stop_ns[rows])])]]
-        while before[path[-1]] >= 0 and len(path) < len(rows):
-            path.append(last[before[path[-1]]])
+    def path(self) -> Ints:
+        """The critical path of every stretch, from its end: the transfer of each row, then the own work of the row that
+        arrived last there, and so on."""
+        parent = self.before[self.last].tolist()
+        path: list[int] = []
+        for rows in rows_of_groups(self.meetings.stretch, int(self.meetings.stretch.max(initial=-1)) + 1):
+            row = int(rows[np.argmax(self.operations.stop_ns[rows])])
+            for _ in range(len(rows)):  # times that contradict each other may go in a circle
+                path.append(row)
+                row = parent[row]
+                if row < 0:
+                    break
         return np.array(path, dtype=np.int64)
 
     def replay(self, own_ns: Ints) -> Ints:
-        """When each operation would end with other times of own work. Transfers take as long as they did."""
+        """The end of each operation with other times of own work. Transfers take as long as they did."""
         starts: Ints = self.operations.start_ns.copy()
         stops: Ints = self.operations.stop_ns.copy()
-        met, waits = self.meetings.number, self._waits
+        met, waits = self.meetings.number, self.waits
         arrived = np.full(self.meetings.count, np.iinfo(np.int64).min)
         missing = np.bincount(met[met >= 0], minlength=self.meetings.count)
         ready = np.flatnonzero(self.before < 0)
@@ -69,14 +75,8 @@ class StepGraph:
         return stops
 
     @cached_property
-    def _waits(self) -> Bools:
-        """Whether a row ends only after all that it meets have arrived."""
-        met = self.meetings.number >= 0
-        return met & (self.operations.stop_ns >= _latest_starts(self.operations, self.meetings))
-
-    @cached_property
     def _waiting(self) -> _Index:
-        return _Index.build(np.where(self._waits, self.meetings.number, UNKNOWN), self.meetings.count)
+        return _Index.build(np.where(self.waits, self.meetings.number, UNKNOWN), self.meetings.count)
 
     @cached_property
     def _after(self) -> _Index:
@@ -117,26 +117,17 @@ def _received_after_sent(operations: Operations, meetings: Meetings) -> Operatio
     return replace(operations, stop_ns=stop)
 
 
-def _latest_starts(operations: Operations, meetings: Meetings) -> Ints:
-    """Of the rows that each row meets; its own start where it meets none."""
-    met = meetings.number >= 0
-    latest = np.full(meetings.count, np.iinfo(np.int64).min)
-    np.maximum.at(latest, meetings.number[met], operations.start_ns[met])
-    of_row: Ints = operations.start_ns.copy()
-    of_row[met] = latest[meetings.number[met]]
-    return of_row
-
-
-def _last_to_arrive(operations: Operations, meetings: Meetings) -> Ints:
-    latest = _latest_starts(operations, meetings)
+def _last_to_arrive(operations: Operations, meetings: Meetings) -> tuple[Bools, Ints]:
+    met = np.flatnonzero(meetings.number >= 0)
+    by_start = met[np.argsort(operations.start_ns[met], kind="stable")]
     last_of = np.zeros(meetings.count, dtype=np.int64)
-    is_last = np.flatnonzero((meetings.number >= 0) & (operations.start_ns == latest))
-    last_of[meetings.number[is_last]] = is_last
-    last = np.arange(len(operations))
+    last_of[meetings.number[by_start]] = by_start  # the latest is written last
+    waits, last = np.zeros(len(operations), dtype=bool), np.arange(len(operations))
+    arrived = last_of[meetings.number[met]]
     # A root that only sends leaves before the others arrive.
-    waits = (meetings.number >= 0) & (operations.stop_ns >= latest)
-    last[waits] = last_of[meetings.number[waits]]
-    return last
+    waits[met] = operations.stop_ns[met] >= operations.start_ns[arrived]
+    last[met] = np.where(waits[met], arrived, met)
+    return waits, last
 
 
 def _before(operations: Operations, stretch: Ints) -> Ints:

@@ -1,4 +1,4 @@
-"""Which rows are one collective, or one message: its operations on different ranks meet."""
+"""Matches the rows of different ranks that are one collective or one message: a meeting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Meetings:
 
 
 def match(operations: Operations) -> Meetings:
-    """Collectives by their sequence in the group; messages by their order between two ranks."""
+    """Matches collectives by their sequence in the group, and messages by their order between two ranks."""
     is_message = np.isin(operations.kind, MESSAGES)
     stretch = _stretches(operations.step)
     number = np.full(len(operations), UNKNOWN, dtype=np.int64)
@@ -36,8 +36,8 @@ def match(operations: Operations) -> Meetings:
     messages = np.flatnonzero(is_message & (operations.peer >= 0))
     number[messages] = count + _match_messages(operations, stretch, messages)
     number, kept = _with_others(operations.rank, number)
-    several = np.array([sum(rank != UNKNOWN for rank in group.ranks) > 1 for group in operations.groups], dtype=bool)
-    lonely = int(((number == UNKNOWN) & several[operations.group]).sum()) if len(several) else 0
+    several = np.array([len(group.ranks) > 1 for group in operations.groups], dtype=bool)
+    lonely = int(((number == UNKNOWN) & several[operations.group]).sum())
     return Meetings(number, kept, lonely, stretch, _common_steps(operations.step, number, kept))
 
 
@@ -48,7 +48,7 @@ def _stretches(step: Ints) -> Ints:
 
 
 def _match_messages(operations: Operations, stretch: Ints, rows: Ints) -> Ints:
-    """Between two ranks, messages arrive in the order in which they are sent. Where the two recorded a different number
+    """Messages between two ranks arrive in the order in which they are sent. Where the two recorded a different number
     of them, whole steps with the same number are matched."""
     sends = operations.kind[rows] == CollectiveKind.SEND
     source = np.where(sends, operations.rank[rows], operations.peer[rows])
@@ -68,23 +68,19 @@ def _balanced(part: Ints, sends: Bools) -> Bools:
 
 
 def _with_others(rank: Ints, number: Ints) -> tuple[Ints, int]:
-    """Numbers from 0 of what several ranks have, each once."""
+    """Keeps and renumbers the meetings of several ranks. A rank that claims to be in one twice is not believed."""
     known = np.flatnonzero(number >= 0)
     renumbered = np.full(len(number), UNKNOWN, dtype=np.int64)
-    if not len(known):
-        return renumbered, 0
     of, count = number_groups(number[known])
-    members = np.bincount(of, minlength=count)
-    pairs, distinct = number_groups(of, rank[known])
-    ranks = np.bincount(of[np.unique(pairs, return_index=True)[1]], minlength=count) if distinct else members
-    good = (members > 1) & (ranks == members)
+    again = occurrence(number_groups(of, rank[known])[0])
+    good = (np.bincount(of, minlength=count) > 1) & (np.bincount(of, weights=again, minlength=count) == 0)
     kept = good[of]
     renumbered[known[kept]] = (np.cumsum(good) - 1)[of[kept]]
     return renumbered, int(good.sum())
 
 
 def _common_steps(step: Ints, number: Ints, count: int) -> Ints:
-    """What most of the ranks that meet count."""
+    """Gives all rows of a meeting the step that most of its ranks count."""
     met = number >= 0
     usual = grouped_median(step[met].astype(np.float64), number[met], count)
     common: Ints = step.copy()

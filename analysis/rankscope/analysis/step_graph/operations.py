@@ -18,7 +18,7 @@ class Group:
     """A communicator."""
 
     name: str
-    ranks: tuple[int, ...]  # by their position in it; UNKNOWN where nobody says
+    ranks: tuple[int, ...]  # its members that were recorded
 
 
 @dataclass(frozen=True)

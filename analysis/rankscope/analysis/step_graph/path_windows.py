@@ -1,5 +1,5 @@
-"""Where the time of steps goes, in windows of some steps: communication, the own work of each rank on the critical
-path, and what would come back if a rank worked as its peers do."""
+"""Splits the time of steps, in windows, into communication and the own work of each rank on the critical path, and
+estimates what would come back if a rank worked as its peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, rows_of_groups
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.operations import Operations
 from rankscope.analysis.step_graph.roles import find_stages, peers_own_ns
@@ -18,7 +18,7 @@ from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 
 WINDOW_STEPS = 16
 MIN_WINDOW_STEPS = 4
-# Two replays for each: the ranks with the largest excess on the path.
+# The ranks with the largest excess on the path are replayed, twice each.
 MAX_RANKS_REPLAYED = 8
 MIN_EXCESS_SHARE = 0.02
 # A step with fewer operations than this share of the usual was not recorded as a whole.
@@ -80,8 +80,8 @@ class _Steps:
         of_row, count = number_groups(graph.meetings.stretch, graph.meetings.step)
         stretch, step = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         stretch[of_row], step[of_row] = graph.meetings.stretch, graph.meetings.step
-        operations = np.bincount(of_row, minlength=count)
-        whole = operations >= WHOLE_STEP_RATIO * np.median(operations)
+        operations = np.bincount(of_row, minlength=count).astype(np.float64)
+        whole = operations >= WHOLE_STEP_RATIO * median_or_nan(operations)
         # A step begins where the one before ends, so that the first of a stretch has no beginning.
         follows = np.zeros(count, dtype=bool)
         follows[1:] = whole[1:] & whole[:-1] & (np.diff(step) == 1) & (np.diff(stretch) == 0)
@@ -89,11 +89,11 @@ class _Steps:
         return cls(of_row, stretch, step, steps.window, steps.durations(graph.operations.stop_ns))
 
     def durations(self, stop_ns: Ints) -> Floats:
-        """From the end of the step before. Nothing of a step that has none."""
+        """Nanoseconds from the end of the step before; 0 for a step outside the windows."""
         ends = np.full(len(self.step), np.iinfo(np.int64).min)
         np.maximum.at(ends, self.of_row, stop_ns)
-        for stretch in np.unique(self.stretch):
-            ends[self.stretch == stretch] = np.maximum.accumulate(ends[self.stretch == stretch])
+        for rows in rows_of_groups(self.stretch, int(self.stretch.max(initial=-1)) + 1):
+            ends[rows] = np.maximum.accumulate(ends[rows])
         return np.where(self.window >= 0, np.diff(ends, prepend=ends[:1]), 0).astype(np.float64)
 
     @property
@@ -117,7 +117,7 @@ def _chunks(follows: Bools) -> Ints:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Of the critical path, by window and rank."""
+    """Shares of the critical path, by window and rank."""
 
     communication: Floats
     own: Floats
@@ -126,10 +126,10 @@ class _Shares:
 
     @classmethod
     def of(cls, graph: StepGraph, steps: _Steps, position: Ints, peers_ns: Floats) -> _Shares:
-        paths = [graph.path(stretch) for stretch in np.unique(steps.stretch).tolist()]
-        rows = np.concatenate([np.zeros(0, dtype=np.int64), *paths])
-        window = steps.window[steps.of_row[rows]]
-        rows, window = rows[window >= 0], window[window >= 0]
+        path = graph.path()
+        window = steps.window[steps.of_row[path]]
+        path, window = path[window >= 0], window[window >= 0]
+        rows = graph.last[path]
         shape = (steps.windows, int(position.max(initial=-1)) + 1)
         cell = window * shape[1] + position[rows]
         own_ns, peers = graph.own_ns[rows].astype(np.float64), peers_ns[rows]
@@ -138,7 +138,7 @@ class _Shares:
             table = np.bincount(cell, weights=values, minlength=shape[0] * shape[1]).astype(np.float64)
             return table.reshape(shape)
 
-        transfers = summed(graph.transfer_ns[rows].astype(np.float64)).sum(axis=1)
+        transfers = summed(graph.transfer_ns[path].astype(np.float64)).sum(axis=1)
         own, excess = summed(own_ns), summed(np.nan_to_num(own_ns - peers))
         compared = summed(np.where(np.isnan(peers), 0.0, own_ns)).sum(axis=1)
         total = np.maximum(transfers + own.sum(axis=1), 1.0)
@@ -223,7 +223,7 @@ def _between(window: Ints, numbers: Ints) -> Bools:
 
 
 def _stands_out(losses: Floats, rank: int, stages: Ints) -> bool:
-    """Where data is uneven, each rank is last at times, and by chance one of them more often."""
+    """Whether a rank costs more than its peers beyond chance: where data is uneven, each of them is last at times."""
     peers = np.flatnonzero((stages == stages[rank]) & ~np.isnan(losses[0]) & (np.arange(len(stages)) != rank))
     usual = np.maximum(losses[:, peers].mean(axis=0), 0.0)
     beyond = losses[:, rank] - (float(np.median(usual)) if len(usual) else 0.0)

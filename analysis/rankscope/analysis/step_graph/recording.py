@@ -21,8 +21,8 @@ from rankscope.analysis.step_graph.operations import MESSAGES, UNKNOWN, Group, O
 
 MAX_BYTES = 1 << 30
 MAX_RANKS = 1 << 14
-MAX_GROUP_RANKS = 1 << 16
-# By NCCL's number.
+MAX_COMMUNICATORS = 1 << 12
+# The index is NCCL's number.
 _KINDS = np.array(
     [
         CollectiveKind.OTHER,
@@ -72,27 +72,29 @@ def _operations(arrays: Mapping[str, npt.NDArray[Any]]) -> Operations:
     members: dict[int, dict[int, int]] = {}
     for rank in ranks:
         for low_hash, size, position in _communicators(arrays, rank):
-            if 0 <= position < size <= MAX_GROUP_RANKS:
+            if 0 <= position < size:
                 members.setdefault(low_hash, {})[position] = rank
     if not members:
         raise RecordingError("has no communicator with a valid size and position")
     names = sorted(members)
-    groups = tuple(
-        Group(f"{name:08x}", tuple(of.get(position, UNKNOWN) for position in range(max(of) + 1)))
-        for name, of in ((name, members[name]) for name in names)
-    )
-    return join_rows([_of_rank(arrays, rank, names, groups) for rank in ranks])
+    groups = tuple(Group(f"{name:08x}", tuple(sorted(members[name].values()))) for name in names)
+    return join_rows([_of_rank(arrays, rank, members, groups) for rank in ranks])
 
 
 def _communicators(arrays: Mapping[str, npt.NDArray[Any]], rank: int) -> list[tuple[int, int, int]]:
     table = arrays.get(f"comms_{rank}")
     if table is None or table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iu":
         raise RecordingError(f"has no communicators of rank {rank}: `comms_{rank}` needs three columns of integers")
+    if len(table) > MAX_COMMUNICATORS:
+        raise RecordingError(f"has {len(table):,} communicators of rank {rank}, more than {MAX_COMMUNICATORS:,}")
     return [(row[0] & 0xFFFFFFFF, row[1], row[2]) for row in table.tolist()]
 
 
 def _of_rank(
-    arrays: Mapping[str, npt.NDArray[Any]], rank: int, names: list[int], groups: tuple[Group, ...]
+    arrays: Mapping[str, npt.NDArray[Any]],
+    rank: int,
+    members: Mapping[int, Mapping[int, int]],
+    groups: tuple[Group, ...],
 ) -> Operations:
     records = _fields(arrays, f"nccl_{rank}", _OPERATION_FIELDS)
     steps = _fields(arrays, f"steps_{rank}", _STEP_FIELDS)
@@ -101,31 +103,27 @@ def _of_rank(
     step = np.append(numbers, numbers[-1:] + 1)[column] if len(numbers) else np.zeros(len(column), dtype=np.int64)
     kind = _KINDS[np.where(records["function"] < len(_KINDS), records["function"], 0)]
     is_message = np.isin(kind, MESSAGES)
-    known = np.array(names, dtype=np.int64)
+    known = np.array(sorted(members), dtype=np.int64)
     group = np.minimum(np.searchsorted(known, records["communicator"]), len(known) - 1)
     is_known = known[group] == records["communicator"]
-    found = Operations(
+    peers = [
+        members[name].get(position, UNKNOWN) if is_sent else UNKNOWN
+        for name, position, is_sent in zip(known[group].tolist(), records["peer"].tolist(), is_message, strict=True)
+    ]
+    operations = Operations(
         rank=np.full(len(kind), rank, dtype=np.int64),
         step=step,
         group=group,
         kind=kind,
         sequence=np.where(is_message, UNKNOWN, records["sequence"]),
-        peer=np.where(is_message, _peers(records["peer"], group, groups), UNKNOWN),
+        peer=np.array(peers, dtype=np.int64),
         bytes=records["bytes"],
         start_ns=records["start_ns"],
-        # Nothing takes no time.
+        # Every operation takes some time.
         stop_ns=np.maximum(records["stop_ns"], records["start_ns"] + 1),
         groups=groups,
     )
-    return take_rows(found, np.flatnonzero(is_known)[np.argsort(records["issued_ns"][is_known], kind="stable")])
-
-
-def _peers(position: Ints, group: Ints, groups: tuple[Group, ...]) -> Ints:
-    ranks = np.full((len(groups), max(len(group.ranks) for group in groups)), UNKNOWN, dtype=np.int64)
-    for number, one in enumerate(groups):
-        ranks[number, : len(one.ranks)] = one.ranks
-    inside = (position >= 0) & (position < ranks.shape[1])
-    return np.where(inside, ranks[group, np.where(inside, position, 0)], UNKNOWN)
+    return take_rows(operations, np.flatnonzero(is_known)[np.argsort(records["issued_ns"][is_known], kind="stable")])
 
 
 def _fields(arrays: Mapping[str, npt.NDArray[Any]], name: str, wanted: tuple[str, ...]) -> dict[str, Ints]:

@@ -1,5 +1,4 @@
-"""What ranks do in a step, from their operations: the pipeline stage of each, and which rows of different ranks are the
-same part of the program."""
+"""Finds the pipeline stage of each rank, and the rows of different ranks that are the same part of the program."""
 
 from __future__ import annotations
 
@@ -32,10 +31,9 @@ def find_stages(graph: StepGraph) -> dict[int, int]:
 
 
 def _following(graph: StepGraph) -> dict[int, list[int]]:
-    """By rank, those to which it sends before it receives from them, in most steps."""
+    """Lists for each rank those to which it sends before it receives from them, in most steps."""
     operations = graph.operations
     rows = np.flatnonzero((operations.kind == CollectiveKind.SEND) & (operations.peer >= 0))
-    source, target = operations.rank[rows], operations.peer[rows]
     rows = rows[np.lexsort((operations.start_ns[rows], graph.meetings.step[rows]))]
     source, target = operations.rank[rows], operations.peer[rows]
     pair, count = number_groups(np.minimum(source, target), np.maximum(source, target))
@@ -57,7 +55,7 @@ def _first_ranks(graph: StepGraph) -> list[int]:
     operations = graph.operations
     rows = np.flatnonzero(np.isin(operations.kind, MESSAGES))
     received = operations.kind[rows] == CollectiveKind.RECV
-    # Of a message that is sent while another is received, the receipt counts.
+    # The receipt counts first where a message is sent and another is received at once.
     rows = rows[np.lexsort((~received, operations.start_ns[rows]))]
     turn, _ = number_groups(operations.rank[rows], graph.meetings.step[rows])
     first = rows[occurrence(turn) == 0]
@@ -68,7 +66,7 @@ def _first_ranks(graph: StepGraph) -> list[int]:
 
 
 def peers_own_ns(graph: StepGraph, stages: dict[int, int]) -> Floats:
-    """Per row, the median own work before the same operation on the other ranks of its stage; NaN without one."""
+    """The median own work before the same operation on the other ranks of the stage, per row; NaN without one."""
     operations, step = graph.operations, graph.meetings.step
     table = np.array([stages[rank] for rank in operations.ranks], dtype=np.int64)
     stage = table[np.searchsorted(operations.ranks, operations.rank)]

@@ -65,7 +65,7 @@ class _Culprit:
 
     @property
     def than(self) -> str:
-        """What it is compared with."""
+        """The other side of the comparison, in words."""
         return "earlier" if list(self.others) == [PAST] else "its peers"
 
     @property

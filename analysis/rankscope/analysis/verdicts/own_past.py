@@ -20,12 +20,12 @@ from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.window_merge import merge_evidence
 from rankscope.analysis.verdicts.windows import PAST, JobWindow, RankColumns, RankEvidence
 
-# Beside the usual number: a job begins with compilation, warm-up and full queues of prefetched input.
+# More than a job's baseline takes: a job begins with compilation, warm-up and full queues of prefetched input.
 PAST_WINDOWS = 10
 MAX_PAST_WINDOWS = 120
 # Other programs take a CPU for a few seconds: a slow window counts from this one in a row.
 SLOW_WINDOWS = 5
-# Stacks of the last of them are kept.
+# Windows whose stacks are kept.
 MAX_STACK_WINDOWS = 15
 _KEYS = {"job", "rank", "stage", "place"}
 _FIGURES = [field.name for field in fields(RankColumns) if field.name not in _KEYS]
@@ -40,16 +40,16 @@ class OwnPast:
         self._slow_windows = 0
 
     def compare(self, window: JobWindow, seen: Observation, policy: Policy) -> Observation:
-        """What was seen in a window of one rank, and whether the rank is slow against its past."""
+        """Adds to the observation of a window of one rank whether the rank is slow against its past."""
         if len(self._rows) < PAST_WINDOWS:
             self._learn(window)
             return seen
         both = _with_past(window.columns, self._usual())
         screened = screen(both, policy)
-        ratio = float(screened.compared_seconds[0] / screened.reference_seconds[0])
-        is_slow = bool(screened.outlier[0]) and ratio >= FIXED.own_past_ratio
+        own, usual = float(screened.compared_seconds[0]), float(screened.reference_seconds[0])
+        is_slow = bool(screened.outlier[0]) and own >= FIXED.own_past_ratio * usual
         self._slow_windows = self._slow_windows + 1 if is_slow else 0
-        if not ratio >= 1 + policy.hysteresis * (FIXED.own_past_ratio - 1):
+        if not own >= (1 + policy.hysteresis * (FIXED.own_past_ratio - 1)) * usual:
             self._learn(window)
         excess = screened.compared_seconds[:1] - screened.reference_seconds[:1]
         if self._slow_windows < SLOW_WINDOWS:

@@ -17,7 +17,7 @@ WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other
 # Where a rank that is known not to wait in backward may be waiting for others; see `phases.WAITING_PHASES`.
 HOST_WAITING_PHASES = frozenset({"communication", "device_sync"})
 BACKWARD_CODE = "backward_code"
-# In place of the number of a rank: what the only rank of a run did earlier (own_past.py).
+# PAST stands in place of the number of a rank: what the only rank of a run did earlier (own_past.py).
 PAST = -1
 # Slow by nature and not a fault.
 EXCUSED_PHASES = frozenset({"checkpoint", "compile"})

@@ -39,9 +39,19 @@ def test_the_path_goes_through_the_ranks_that_arrive_last() -> None:
             collective(0, 0, 0, 100), collective(0, 1, 150, 400), collective(1, 0, 90, 100), collective(1, 1, 380, 400)
         )
     )
-    path = graph.path(0)
-    assert graph.operations.rank[path].tolist() == [1, 1], "rank 1 arrives last, twice"
-    assert graph.own_ns[path].tolist() == [280, 0] and graph.transfer_ns[path].tolist() == [20, 10]
+    path = graph.path()
+    late = graph.last[path]
+    assert graph.operations.rank[late].tolist() == [1, 1], "rank 1 arrives last, twice"
+    assert graph.own_ns[late].tolist() == [280, 0] and graph.transfer_ns[path].tolist() == [20, 10]
+
+
+@pytest.mark.parametrize("layout", [Layout(data=3), Layout(tensor=2, pipeline=2, data=2), Layout(pipeline=4)])
+def test_every_nanosecond_of_the_path_has_one_owner(layout: Layout) -> None:
+    graph = StepGraph.build(play(layout))
+    path = graph.path()
+    begin = graph.operations.start_ns[graph.last[path[-1]]]
+    owned = graph.transfer_ns[path].sum() + graph.own_ns[graph.last[path]].sum()
+    assert owned == graph.operations.stop_ns.max() - begin
 
 
 def test_a_replay_moves_what_depends_on_the_change() -> None:
@@ -94,7 +104,7 @@ def test_times_that_contradict_each_other_end() -> None:
     """A hostile recording: operations without a duration, and all at the same time."""
     rows = [collective(rank, sequence, 5, 5) for rank in (0, 1) for sequence in (*range(20), *range(19, -1, -1))]
     graph = StepGraph.build(operations(*rows))
-    assert len(graph.path(0)) <= len(graph) and len(graph.replay(graph.own_ns)) == len(graph)
+    assert len(graph.path()) <= len(graph) and len(graph.replay(graph.own_ns)) == len(graph)
 
 
 def test_messages_are_matched_where_a_step_lacks_one() -> None:
@@ -103,15 +113,17 @@ def test_messages_are_matched_where_a_step_lacks_one() -> None:
     graph = StepGraph.build(take_rows(recorded, np.delete(np.arange(len(recorded)), lost)))
     unmatched = graph.operations.step[graph.meetings.number == UNKNOWN]
     assert set(unmatched.tolist()) == {10}
-    assert graph.operations.start_ns[graph.last].max() <= graph.operations.stop_ns.max()
 
 
 def test_steps_that_were_not_recorded_part_the_path() -> None:
     recorded = play(Layout(data=2, steps=40))
     graph = StepGraph.build(take_rows(recorded, (recorded.step < 15) | (recorded.step > 25)))
     assert np.unique(graph.meetings.stretch).tolist() == [0, 1]
+    path = graph.path()
     for stretch, steps in ((0, range(1, 15)), (1, range(26, 41))):
-        assert set(graph.operations.step[graph.path(stretch)].tolist()) == set(steps)
+        rows = path[graph.meetings.stretch[path] == stretch]
+        assert set(graph.operations.step[rows].tolist()) == set(steps)
+    assert (graph.own_ns[graph.last[path]] < 1e9).all(), "the pause is nobody's work"
 
 
 def test_an_operation_counts_to_the_step_that_most_ranks_see() -> None:
@@ -135,7 +147,7 @@ def test_stages_follow_from_who_sends_first(pairs: bool) -> None:
 
 
 def test_a_ring_has_no_stages() -> None:
-    """As context parallel attention sends its keys around."""
+    """Context parallel attention sends its keys around a ring."""
     ring, rows = Group("ring", (0, 1, 2)), []
     for rank in range(3):
         for turn in range(6):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ LAYOUTS = {
     "one communicator for each pair": Layout(pipeline=3, data=2, pairs=True),
 }
 MANY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-HEALTHY_TWINS = (
+HEALTHY_TWINS: tuple[dict[str, Any], ...] = (
     {},
     {"last_stage_ns": 8_000_000},  # the loss
     {"uneven": 0.3},  # sequences of different length
@@ -37,8 +38,8 @@ def report(layout: Layout) -> PathReport:
 
 @MANY
 @pytest.mark.parametrize("twin", HEALTHY_TWINS, ids=["even", "last stage", "uneven data", "one long step"])
-def test_nobody_is_named_in_a_healthy_job(layout: Layout, twin: dict[str, float]) -> None:
-    verdict = report(replace(layout, **twin)).verdict  # type: ignore[arg-type]
+def test_nobody_is_named_in_a_healthy_job(layout: Layout, twin: dict[str, Any]) -> None:
+    verdict = report(replace(layout, **twin)).verdict
     assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
 
 
@@ -75,26 +76,20 @@ def test_what_cannot_be_compared_is_not_called_healthy(layout: Layout) -> None:
     assert report(layout).verdict.kind is Kind.INSUFFICIENT_DATA
 
 
-@MANY
-def test_the_parts_of_the_path_add_up(layout: Layout) -> None:
-    for window in report(layout).windows:
-        assert window.communication + window.own.sum() == pytest.approx(1.0)
-
-
 # Megatron-LM, pipeline 2 x data 2, on four ranks of one GPU; eight of 16 steps have no records.
 
 
 def test_a_healthy_real_job_is_healthy() -> None:
     """One step of rank 0 was 300 ms longer."""
-    found = report_path(read_recording(RECORDINGS / "pp2_dp2_healthy.npz"))
-    assert (found.verdict.kind, found.verdict.culprits) == (Kind.HEALTHY, ())
-    assert found.stages == (0, 0, 1, 1) and found.lonely == 0 and len(found.windows) >= 15
+    healthy = report_path(read_recording(RECORDINGS / "pp2_dp2_healthy.npz"))
+    assert (healthy.verdict.kind, healthy.verdict.culprits) == (Kind.HEALTHY, ())
+    assert healthy.stages == (0, 0, 1, 1) and healthy.lonely == 0 and len(healthy.windows) >= 15
 
 
 def test_the_late_host_of_a_real_job_is_named() -> None:
-    """From about step 120 on, rank 2's host is late by 15 ms a layer: a step of 88 ms becomes one of 340 ms."""
-    found = report_path(read_recording(RECORDINGS / "pp2_dp2_late_host.npz"))
-    assert (found.verdict.kind, found.verdict.culprits) == (Kind.SLOW_RANK, (2,))
-    assert found.verdict.impact_ratio == pytest.approx(1 - 88 / 340, abs=0.05)
-    before = [window for window in found.windows if window.last_step < 119]
+    """Rank 2's host is late by 15 ms a layer from about step 120 on: a step of 88 ms becomes one of 340 ms."""
+    slow = report_path(read_recording(RECORDINGS / "pp2_dp2_late_host.npz"))
+    assert (slow.verdict.kind, slow.verdict.culprits) == (Kind.SLOW_RANK, (2,))
+    assert slow.verdict.impact_ratio == pytest.approx(1 - 88 / 340, abs=0.05)
+    before = [window for window in slow.windows if window.last_step < 119]
     assert max(float(window.returns.max()) for window in before) < 0.05

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.step_graph import recording
+from rankscope.analysis.step_graph.path_windows import report_path
 from rankscope.analysis.step_graph.recording import RecordingError, read_recording
+from rankscope.analysis.verdicts.verdict import Kind
 
 RECORDINGS = Path(__file__).parents[3] / "data" / "nccl"
 OPERATION = np.dtype(
@@ -23,7 +24,7 @@ OPERATION = np.dtype(
     ]
 )
 STEP = np.dtype([("sequence", "<u8"), ("end_ns", "<i8")])
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, Any]
 
 
 def arrays() -> Arrays:
@@ -43,16 +44,16 @@ def arrays() -> Arrays:
 
 def write(path: Path, contents: Arrays) -> Path:
     with path.open("wb") as file:
-        np.savez_compressed(file, **contents)  # type: ignore[arg-type]
+        np.savez_compressed(file, **contents)
     return path
 
 
 def test_records_become_operations_in_the_order_of_issue(tmp_path: Path) -> None:
-    found = read_recording(write(tmp_path / "job.npz", arrays()))
-    assert found.rank.tolist() == [0, 0, 1, 1] and found.step.tolist() == [1, 2, 1, 2]
-    assert found.kind.tolist()[:2] == [CollectiveKind.ALL_REDUCE, CollectiveKind.SEND]
-    assert found.peer.tolist() == [-1, 1, -1, 0]
-    assert [found.groups[number].ranks for number in found.group.tolist()] == [(0, 1)] * 4
+    operations = read_recording(write(tmp_path / "job.npz", arrays()))
+    assert operations.rank.tolist() == [0, 0, 1, 1] and operations.step.tolist() == [1, 2, 1, 2]
+    assert operations.kind.tolist()[:2] == [CollectiveKind.ALL_REDUCE, CollectiveKind.SEND]
+    assert operations.peer.tolist() == [-1, 1, -1, 0]
+    assert [operations.groups[number].ranks for number in operations.group.tolist()] == [(0, 1)] * 4
 
 
 def test_operations_of_unknown_communicators_are_left_out(tmp_path: Path) -> None:
@@ -74,10 +75,21 @@ def _without(name: str) -> Arrays:
         (arrays() | {"nccl_0": np.zeros(4)}, "lacks start_ns"),
         (arrays() | {"steps_1": np.zeros(2, dtype=[("sequence", "f8"), ("end_ns", "f8")])}, "integers in `steps_1`"),
         (arrays() | {"comms_0": np.zeros((2, 2), dtype=np.int64)}, "three columns"),
-        (arrays() | {"comms_0": np.array([[7, 2, 9]]), "comms_1": np.array([[7, 1 << 40, 1]])}, "no communicator"),
+        (arrays() | {"comms_0": np.array([[7, 2, 9]]), "comms_1": np.array([[7, 1, 1]])}, "no communicator"),
+        (arrays() | {"comms_0": np.ones((5000, 3), dtype=np.int64)}, "5,000 communicators of rank 0, more than 4,096"),
         (arrays() | {"nccl_0": np.array([None, {}], dtype=object)}, "is not a recording"),
     ],
-    ids=["other arrays", "no groups", "no steps", "no fields", "no integers", "no columns", "wild groups", "pickles"],
+    ids=[
+        "other arrays",
+        "no groups",
+        "no steps",
+        "no fields",
+        "no integers",
+        "no columns",
+        "wild groups",
+        "many groups",
+        "pickles",
+    ],
 )
 def test_what_is_no_recording_is_refused(tmp_path: Path, contents: Arrays, says: str) -> None:
     with pytest.raises(RecordingError, match=says):
@@ -98,3 +110,27 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypa
     path = write(tmp_path / "job.npz", arrays() | {"steps_0": np.zeros(1 << 20, dtype=STEP)})
     with pytest.raises(RecordingError, match="holds 16 MiB, more than 1"):
         read_recording(path)
+
+
+def test_a_recording_without_operations_is_not_called_healthy(tmp_path: Path) -> None:
+    contents = {name: table[:0] if name.startswith("nccl") else table for name, table in arrays().items()}
+    verdict = report_path(read_recording(write(tmp_path / "job.npz", contents))).verdict
+    assert verdict.kind is Kind.INSUFFICIENT_DATA
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_wild_numbers_in_a_recording_are_judged_or_refused(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    with np.load(RECORDINGS / "pp2_dp2_late_host.npz") as archive:
+        contents: Arrays = {name: archive[name][:300] for name in archive.files}
+    for _ in range(4):
+        table = contents[random.choice(list(contents))]
+        column = table[random.choice(table.dtype.names)] if table.dtype.names else table[:, random.integers(3)]
+        if column.dtype.kind in "iu":
+            limits = np.iinfo(column.dtype)
+            column[random.random(len(column)) < 0.5] = (limits.min, 0, 1, limits.max)[random.integers(4)]
+    try:
+        verdict = report_path(read_recording(write(tmp_path / "job.npz", contents))).verdict
+    except RecordingError:
+        return
+    assert not verdict.is_alarm
