@@ -121,8 +121,8 @@ def test_status_and_events_name_the_slow_ranks_pod_and_node(
         wait_until(lambda: shown(server, path)[0]["Ranks"] == "2/4")
         nodes[1].start_daemon()
         wait_until(lambda: shown(server, path)[0]["Ranks"] == "4/4")
-        wait_until(is_alarm)
-        assert [culprit["rank"] for culprit in status["verdict"]["culprits"]] == [2]
+        # What windows without half of the ranks showed may stand for a moment.
+        wait_until(lambda: is_alarm() and [culprit["rank"] for culprit in status["verdict"]["culprits"]] == [2])
     finally:
         operator.stop()
         job.stop()
