@@ -33,7 +33,7 @@ MAX_EXIT_SECONDS = 10.0
 # Torch takes seconds of CPU time to import: more ranks at once would hardly train together.
 MAX_RANKS_AT_ONCE = 8
 
-pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(7200)]
 
 
 @dataclass(frozen=True)

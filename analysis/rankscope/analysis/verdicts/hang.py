@@ -38,6 +38,8 @@ _EXITS: Final = (
     ("_exitfunc", "/weakref.py"),
     ("__del__", ""),
 )
+# The code of a program that is in no function.
+MODULE = "<module>"
 
 
 class HangWatch:
@@ -66,7 +68,7 @@ class HangWatch:
             self._verdict = None
             return None
         stalls, known_steps = window.stalls(), 2 * np.count_nonzero(~np.isnan(steps)) >= max(1, len(steps))
-        leaving = [rank for rank, stall in stalls.items() if stall is not None and _is_leaving(stall, window.departed)]
+        leaving = _leaving({rank: stall for rank, stall in stalls.items() if stall is not None}, window.departed)
         self._leaving_seconds = self._leaving_seconds + window.window_seconds if len(leaving) == len(stalls) else 0.0
         is_still = known_steps or any(stalls.values()) or not stalls
         self._moving_seconds = 0.0 if is_still else self._moving_seconds + window.window_seconds
@@ -106,16 +108,30 @@ def _patience(step_seconds: float | None, policy: Policy) -> float:
     return max(policy.hang_seconds, policy.hang_steps * (step_seconds or 0.0))
 
 
-def _is_leaving(stall: Stall, departed: tuple[int, ...]) -> bool:
+def _leaving(stalls: Mapping[int, Stall], departed: tuple[int, ...]) -> set[int]:
+    return {rank for rank, stall in stalls.items() if _is_leaving(stall)} | _past_their_program(stalls, departed)
+
+
+def _is_leaving(stall: Stall) -> bool:
     """It tears down its process groups, exits, or has no interpreter any more."""
     if stall.phase == UNREADABLE:
         return True
     stack = stack_of(stall.stack)
-    if departed and stall.phase not in WAITING_PHASES:
-        own = next((frame for frame in stack if frame.file and is_user_code(frame)), None)
-        if own is not None and own.function == "<module>":
-            return True  # destructors take long on a busy machine, after the last function has returned
     return any(_is_in(frame, _DESTROYS) for frame in stack) or any(_is_in(stack[-1], at) for at in _EXITS if stack)
+
+
+def _past_their_program(stalls: Mapping[int, Stall], departed: tuple[int, ...]) -> set[int]:
+    """The ranks in destructors, which take long on a busy machine: their last function has returned. Other ranks have
+    ended, or all of them stand there."""
+    innermost = {next((frame.function for frame in stack_of(stall.stack)), "") for stall in stalls.values()}
+    if innermost == {MODULE}:
+        return set(stalls)
+    places = {
+        rank: next((frame for frame in stack_of(stall.stack) if frame.file and is_user_code(frame)), None)
+        for rank, stall in stalls.items()
+        if departed and stall.phase not in WAITING_PHASES
+    }
+    return {rank for rank, own in places.items() if own is not None and own.function == MODULE}
 
 
 def _is_in(frame: Frame, place: tuple[str, str]) -> bool:
@@ -135,7 +151,7 @@ def find_hang(
     standing = {rank: stall for rank, stall in stalls.items() if stall and stall.seconds_since_step >= patience_seconds}
     if not standing or len(standing) < len(stalls):
         return None
-    waiting, leaving = _waiting(standing), {rank for rank, stall in standing.items() if _is_leaving(stall, departed)}
+    waiting, leaving = _waiting(standing), _leaving(standing, departed)
     if len(leaving) < len(standing):
         waiting -= leaving  # for nobody who still trains
     if any(_is_at_work(stall, rank in waiting, policy) for rank, stall in standing.items()):

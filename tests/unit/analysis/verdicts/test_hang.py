@@ -345,6 +345,17 @@ def test_destructors_after_the_program_are_no_hang() -> None:
     assert verdict is not None and verdict.culprits == (2,)
 
 
+def test_ranks_that_are_all_past_their_program_do_not_hang() -> None:
+    """Another healthy job: the counters of one rank were old, so that it seemed to wait in a collective."""
+    minute = round(FIXED.hang_leaving_seconds)
+    module = replace(WAITING, phase="other", stack=("<module> (/app/train.py:69)",), collectives_enqueued=41)
+    stalls = {0: replace(module, collectives_completed=40), 1: replace(module, collectives_completed=41)}
+    assert Job().show(stalls, minute - 1) is None
+    stuck = {**stalls, 0: replace(WAITING, collectives_enqueued=41, collectives_completed=40)}
+    verdict = Job().show(stuck, 20)
+    assert verdict is not None and verdict.culprits == (1,), "a rank that stays in the program's module is stuck there"
+
+
 def test_a_teardown_that_never_ends_is_a_hang() -> None:
     """As NCCL's may be."""
     stalls = dict.fromkeys(range(4), replace(LEAVING[0], collectives_enqueued=None))
