@@ -111,6 +111,11 @@ def test_a_rank_whose_collectives_nccl_times_is_not_blind(writer: Writer, nccl: 
     assert not window_of(sample).problems
 
 
+def test_a_window_between_nccls_turns_is_not_called_blind(writer: Writer, nccl: NcclWriter) -> None:
+    sample = played(writer, nccl, nccl.descriptor, ring_layout.FLAG_DEVICE | ring_layout.FLAG_BLIND)
+    assert sample.is_blind and not window_of(sample).problems
+
+
 def test_the_metric_has_no_collective_twice(writer: Writer, nccl: NcclWriter) -> None:
     made = window_of(played(writer, nccl, nccl.descriptor))
     families = {family.name: family for family in rank_metrics([RankReport(made, RankTotals(), ())], full=True)}
