@@ -12,12 +12,14 @@ from random import Random
 
 import numpy as np
 
+from rankscope.analysis.step_graph.window_operations import MAX_ROWS, join
 from rankscope.analysis.verdicts.windows import MAX_COMMUNICATORS
 from rankscope.daemon.steps import nccl_bandwidth
 from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, OTHER_FUNCTION, RECORD_DTYPE
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RECORD_DTYPE as STEP_DTYPE
 from rankscope.daemon.steps.ring_reader import RingError
+from rankscope.daemon.steps.step_operations import Role
 from rankscope.probe import nccl_layout, ring_layout
 from rankscope.probe.ring import sealed_memory
 from tests.fuzz.checking import check_text
@@ -80,8 +82,8 @@ def run(data: bytes) -> None:
 def _look(link: str, before: NcclProgress) -> None:
     steps = _steps()
     try:
-        found, after = read_nccl(link, _OWNER, before, steps)
-        again, _ = read_nccl(link, _OWNER, after, steps)
+        found, after = read_nccl(link, _OWNER, before, steps, None, _role(1))
+        again, _ = read_nccl(link, _OWNER, after, steps, None, _role(1 + len(steps)))
     except RingError as error:
         assert error.kind in ("corrupt", "version", "owner", "unsealed"), error
         check_text(str(error), 200)
@@ -90,7 +92,15 @@ def _look(link: str, before: NcclProgress) -> None:
         check_times(times, len(steps))
 
 
+def _role(first_step: int) -> Role:
+    return Role(2, 8, np.arange(first_step, first_step + RECORDS // 2), 1_700_000_000_000_000_000)
+
+
 def check_times(times: NcclTimes, steps: int) -> None:
+    if times.operations is not None:
+        assert 0 < times.operations.size <= MAX_ROWS, times.operations.size
+        joined = join([times.operations])
+        assert (joined.stop_ns > joined.start_ns).all() and (joined.step > 0).all()
     if times.seconds is not None:
         known = times.seconds[~np.isnan(times.seconds)]
         assert len(times.seconds) == steps and (known >= 0).all() and np.isfinite(known).all()

@@ -9,8 +9,8 @@ import zlib
 import msgspec
 import numpy as np
 
+from rankscope.analysis.step_graph.clock_alignment import ClockShift
 from rankscope.analysis.traces.cut import cut, outline
-from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS
 from rankscope.analysis.traces.reader.trace_file import read_trace

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.step_graph.operations import UNKNOWN, Group, Operations
+from rankscope.analysis.step_graph.window_operations import RankOperations, Seat, pack
 
 LAYERS = 2  # of a chunk
 TRANSFER_NS = {"tensor": 200_000, "pipeline": 150_000, "data": 4_000_000}
@@ -26,6 +27,11 @@ class Fault:
     rank: int
     work_ns: int  # in each layer
     every: int = 1  # step
+    first_step: int = 1
+    on_device: bool = False  # the host has issued the operation long before
+
+    def is_on(self, step: int) -> bool:
+        return step >= self.first_step and step % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -60,14 +66,15 @@ class Layout:
 class _Rank:
     program: Iterator[tuple[int, tuple[Action, ...]]]
     now: float = 0.0
+    queued: float = 0.0  # on the device, since the operation before
     waits: list[int] = field(default_factory=list)  # rows of what it is in
     missing: int = 0  # how many of these are not over
 
 
 Action = tuple[
     str, int
-]  # "work" and nanoseconds; or a kind of group, and the collective or the peer and whether it sends
-Row = tuple[int, int, int, int, int, int, int, float]  # rank, step, group, kind, sequence, peer, bytes, start
+]  # "work" or "device" and nanoseconds; or a kind of group, and the collective or the peer and whether it sends
+Row = tuple[int, int, int, int, int, int, int, float, float]  # the columns of Operations up to its start; queued
 Key = tuple[str, int, int, int]
 
 
@@ -119,8 +126,9 @@ class Player:
             if following is None:
                 return False
             step, actions = following
-            if actions[0][0] == "work":
+            if actions[0][0] in ("work", "device"):
                 one.now += actions[0][1]
+                one.queued += actions[0][1] if actions[0][0] == "device" else 0
                 continue
             keys = [self._begin(rank, step, kind, what) for kind, what in actions]
             for key in keys:
@@ -145,7 +153,7 @@ class Player:
         one.missing += 1
         one.waits.append(len(self.rows))
         self.meetings.setdefault(key, []).append(len(self.rows))
-        self.rows.append((rank, step, group, int(function), sequence, peer, BYTES[kind], one.now))
+        self.rows.append((rank, step, group, int(function), sequence, peer, BYTES[kind], one.now, one.queued))
         self.stops.append(0.0)
         return key
 
@@ -153,14 +161,14 @@ class Player:
         rows = self.meetings[key]
         if len(rows) < (2 if key[0] == "pipeline" else len(self.groups[key[1]].ranks)):
             return
-        end = max(self.rows[row][-1] for row in rows) + TRANSFER_NS[key[0]] * self._noise()
+        end = max(self.rows[row][-2] for row in rows) + TRANSFER_NS[key[0]] * self._noise()
         for row in rows:
             self.stops[row] = end
             one = self.ranks[self.rows[row][0]]
             one.missing -= 1
             if not one.missing:
                 ends = [self.stops[waits] for waits in one.waits]
-                one.now = max(ends) + LAUNCH_NS
+                one.now, one.queued = max(ends) + LAUNCH_NS, 0.0
                 for waits in one.waits:
                     self.stops[waits] = min(ends)
 
@@ -212,21 +220,36 @@ class Player:
         stage = layout.place(rank)[2]
         for layer in range(LAYERS):
             work = layout.layer_ns * direction * size * self._noise()
-            work += sum(fault.work_ns for fault in layout.faults if fault.rank == rank and step % fault.every == 0)
+            faults = [fault for fault in layout.faults if fault.rank == rank and fault.is_on(step)]
+            work += sum(fault.work_ns for fault in faults if not fault.on_device)
             if stage == layout.pipeline - 1 and layer == LAYERS - 1:
                 work += layout.last_stage_ns * self._noise()
             yield (("work", int(work)),)
+            for fault in faults:
+                if fault.on_device:
+                    yield (("device", fault.work_ns),)
             if layout.tensor > 1:
                 yield (("tensor", int(CollectiveKind.ALL_REDUCE)),)
 
     def _operations(self) -> Operations:
-        rank, step, group, kind, sequence, peer, size, start = (
+        rank, step, group, kind, sequence, peer, size, start, queued = (
             np.array(column, dtype=np.float64) for column in zip(*self.rows, strict=True)
         )
         order = np.lexsort((start, rank))
-        columns = (rank, step, group, kind, sequence, peer, size, start, np.array(self.stops))
+        columns = (rank, step, group, kind, sequence, peer, size, start, np.array(self.stops), queued)
         return Operations(*(np.rint(column[order]).astype(np.int64) for column in columns), tuple(self.groups))
 
 
 def play(layout: Layout) -> Operations:
     return Player(layout).play()
+
+
+def packed(rows: Operations, rank: int, unix_ns: int = 0, gpu_ns: int = 0) -> RankOperations:
+    """The rows of one rank as its daemon sends them. The clocks of its wall and its GPU are so far ahead."""
+    own = [number for number, group in enumerate(rows.groups) if rank in group.ranks]
+    seats = [Seat(number, len(rows.groups[number].ranks), rows.groups[number].ranks.index(rank)) for number in own]
+    ends = zip(rows.group.tolist(), rows.peer.tolist(), strict=True)
+    peer = np.array([rows.groups[group].ranks.index(peer) if peer >= 0 else UNKNOWN for group, peer in ends])
+    start, stop = rows.start_ns + gpu_ns, rows.stop_ns + gpu_ns
+    moved = replace(rows, group=np.searchsorted(own, rows.group), peer=peer, start_ns=start, stop_ns=stop)
+    return pack(moved, seats, unix_ns - gpu_ns)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.alpha_beta import (
     Algorithm,
     Fit,
@@ -20,7 +21,6 @@ from rankscope.analysis.collectives.alpha_beta import (
     residual_ratios,
 )
 from rankscope.analysis.collectives.anomalies import Anomaly, anomalies
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.plots import page
 from rankscope.analysis.plots.charts import Curve, plot
 from rankscope.analysis.plots.svg import Axis

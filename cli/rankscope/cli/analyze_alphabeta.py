@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.alpha_beta import Observations
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.collectives.timings import UnreadableError, read_text
 from rankscope.analysis.stats.robust import join_rows
 from rankscope.analysis.traces.collective_timings import observe_traces

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.text import Text
 
-from rankscope.analysis.step_graph.path_windows import PathReport, PathWindow, report_path
+from rankscope.analysis.step_graph.path_windows import PathWindow, PathWindows, find_windows
 from rankscope.analysis.step_graph.recording import RecordingError, read_recording
-from rankscope.analysis.verdicts.verdict import headline
+from rankscope.analysis.verdicts.critical_path import judge_path
+from rankscope.analysis.verdicts.verdict import Verdict, headline
 from rankscope.cli.messages import Exit, cannot_read, refuse, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.terminal import Terminal
@@ -40,63 +40,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        report = report_path(read_recording(arguments.file))
+        path = find_windows(read_recording(arguments.file))
     except RecordingError as error:
         return refuse(f"{arguments.file}: {error}; see docs/analyze-recording.md for the format")
     except OSError as error:
         return refuse(f"{arguments.file}: {cannot_read(error)}")
     except MemoryError:
         return refuse(f"{arguments.file}: does not fit into memory; record fewer steps")
+    verdict = judge_path(path.windows)
     if arguments.json:
-        to_stdout(json.dumps(_to_json(report), allow_nan=False))
+        to_stdout(json.dumps(_to_json(path, verdict), allow_nan=False))
         return Exit.OK
-    _print(report, arguments.file)
+    _print(path, verdict, arguments.file)
     return Exit.OK
 
 
-def _print(report: PathReport, file: Path) -> None:
+def _print(path: PathWindows, verdict: Verdict, file: Path) -> None:
     terminal = Terminal(soft_wrap=True)
-    stages = len(set(report.stages))
-    shape = f"{len(report.ranks)} ranks" + (f" in {stages} pipeline stages" if stages > 1 else "")
-    steps = sum(window.last_step - window.first_step + 1 for window in report.windows)
-    terminal.print(Text(f"{printable(str(file))}: {shape}, {report.operations:,} operations, {steps:,} whole steps"))
-    if report.lonely:
-        terminal.print(Text(f"{report.lonely:,} operations were recorded by one rank only; they are left out"))
-    if report.windows:
+    stages = len(set(path.stages))
+    shape = f"{len(path.ranks)} ranks" + (f" in {stages} pipeline stages" if stages > 1 else "")
+    steps = sum(len(window.steps) for window in path.windows)
+    terminal.print(Text(f"{printable(str(file))}: {shape}, {path.operations:,} operations, {steps:,} whole steps"))
+    if path.lonely:
+        terminal.print(Text(f"{path.lonely:,} operations were recorded by one rank only; they are left out"))
+    if path.windows:
         terminal.print()
         headings = ("steps", "step", "communication", "own work on the critical path", "would come back")
-        rows = [headings, *(_row(report, window) for window in report.windows)]
+        rows = [headings, *(_row(path, window) for window in path.windows)]
         terminal.print_rows(rows, ("steps", "own work on the critical path", "would come back"), MAX_WINDOWS_SHOWN)
-    terminal.print(Text.assemble("verdict  ", (headline(report.verdict), "bold")))
-    if report.verdict.reason:
-        terminal.print(Text(f"why      {report.verdict.reason}"))
+    terminal.print(Text.assemble("verdict  ", (headline(verdict), "bold")))
+    if verdict.reason:
+        terminal.print(Text(f"why      {verdict.reason}"))
 
 
-def _row(report: PathReport, window: PathWindow) -> tuple[str, ...]:
+def _row(path: PathWindows, window: PathWindow) -> tuple[str, ...]:
     order = np.argsort(-window.own, kind="stable")[:MAX_RANKS_SHOWN]
-    own = ", ".join(f"rank {report.ranks[rank]} {window.own[rank]:.0%}" for rank in order.tolist())
+    own = ", ".join(f"rank {path.ranks[rank]} {window.own[rank]:.0%}" for rank in order.tolist())
     worst = int(window.returns.argmax())
-    returns = f"{window.returns[worst]:.0%} with rank {report.ranks[worst]}" if window.returns[worst] >= 0.01 else "-"
-    steps = f"{window.first_step:,}-{window.last_step:,}"
+    returns = f"{window.returns[worst]:.0%} with rank {path.ranks[worst]}" if window.returns[worst] >= 0.01 else "-"
+    steps = f"{window.steps[0]:,}-{window.steps[-1]:,}"
     return steps, f"{1000 * window.step_seconds:.1f} ms", f"{window.communication:.0%}", own, returns
 
 
-def _to_json(report: PathReport) -> dict[str, Any]:
-    verdict = report.verdict
+def _to_json(path: PathWindows, verdict: Verdict) -> dict[str, Any]:
     return {
         "verdict": verdict.kind.value,
         "culprits": list(verdict.culprits),
         "impact_ratio": verdict.impact_ratio,
         "reason": verdict.reason,
-        "operations": report.operations,
-        "unmatched_operations": report.lonely,
-        "ranks": [{"rank": rank, "stage": stage} for rank, stage in zip(report.ranks, report.stages, strict=True)],
-        "windows": [_window_to_json(report, window) for window in report.windows],
+        "operations": path.operations,
+        "unmatched_operations": path.lonely,
+        "ranks": [{"rank": rank, "stage": stage} for rank, stage in zip(path.ranks, path.stages, strict=True)],
+        "windows": [_window_to_json(window) for window in path.windows],
     }
 
 
-def _window_to_json(report: PathReport, window: PathWindow) -> dict[str, Any]:
-    figures = asdict(window)
-    own, returns = figures.pop("own"), figures.pop("returns")
-    by_rank = zip(report.ranks, own.tolist(), returns.tolist(), strict=True)
-    return figures | {"ranks": [{"rank": rank, "own": share, "returns": back} for rank, share, back in by_rank]}
+def _window_to_json(window: PathWindow) -> dict[str, Any]:
+    by_rank = zip(window.ranks.tolist(), window.own.tolist(), window.returns.tolist(), strict=True)
+    return {
+        "first_step": int(window.steps[0]),
+        "last_step": int(window.steps[-1]),
+        "step_seconds": window.step_seconds,
+        "communication": window.communication,
+        "compared": window.compared,
+        "ranks": [{"rank": rank, "own": share, "returns": back} for rank, share, back in by_rank],
+    }

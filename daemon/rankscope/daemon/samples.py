@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.profiles.frames import Frame, Stack
+from rankscope.analysis.step_graph.window_operations import RankOperations
 from rankscope.analysis.verdicts.figures import StepColumns
 from rankscope.analysis.verdicts.windows import Communicator
 
@@ -176,6 +177,7 @@ class StepSample(StepColumns):
     is_blind: bool = False  # collectives are issued where nothing can time them
     long_steps: LongSteps | None = None  # None: waiting is measured in a few steps only
     communicators: tuple[Communicator, ...] = ()  # of NCCL
+    operations: RankOperations | None = None  # of whole steps
     is_inspected: bool = False  # NCCL's times are those of NCCL Inspector
 
 

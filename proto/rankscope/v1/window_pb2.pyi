@@ -319,6 +319,75 @@ class Memory(_message.Message):
 Global___Memory: _TypeAlias = Memory  # noqa: Y015
 
 @_typing.final
+class GroupSeat(_message.Message):
+    """A rank's place in a communicator of NCCL."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """equal on all members"""
+    size: _builtins.int
+    position: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        size: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "position", b"position", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupSeat: _TypeAlias = GroupSeat  # noqa: Y015
+
+@_typing.final
+class StepOperations(_message.Message):
+    """Collectives and messages of this rank in some whole steps, for the critical path. Every rank sends the same steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    START_NANOS_FIELD_NUMBER: _builtins.int
+    TICK_NANOS_FIELD_NUMBER: _builtins.int
+    UNIX_LESS_GPU_NANOS_FIELD_NUMBER: _builtins.int
+    SEATS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    start_nanos: _builtins.int
+    """of the first operation, on the GPU's clock"""
+    tick_nanos: _builtins.int
+    """that times in `rows` count"""
+    unix_less_gpu_nanos: _builtins.int
+    """the wall clock less the GPU's"""
+    rows: _builtins.bytes
+    """as in analysis/step_graph/window_operations.py"""
+    @_builtins.property
+    def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSeat]: ...
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        start_nanos: _builtins.int = ...,
+        tick_nanos: _builtins.int = ...,
+        unix_less_gpu_nanos: _builtins.int = ...,
+        seats: _abc.Iterable[Global___GroupSeat] | None = ...,
+        rows: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "rows", b"rows", "seats", b"seats", "start_nanos", b"start_nanos", "tick_nanos", b"tick_nanos", "unix_less_gpu_nanos", b"unix_less_gpu_nanos"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepOperations: _TypeAlias = StepOperations  # noqa: Y015
+
+@_typing.final
 class ProcessUsage(_message.Message):
     """The process as the kernel accounts for it. Seconds are of the window."""
 
@@ -837,6 +906,28 @@ class NetworkWindow(_message.Message):
 Global___NetworkWindow: _TypeAlias = NetworkWindow  # noqa: Y015
 
 @_typing.final
+class OperationsWindow(_message.Message):
+    """RankWindow, as a reader of operations alone reads it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operations(self) -> Global___StepOperations: ...
+    def __init__(
+        self,
+        *,
+        operations: Global___StepOperations | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperationsWindow: _TypeAlias = OperationsWindow  # noqa: Y015
+
+@_typing.final
 class FrameShare(_message.Message):
     """One place in the source, with the share of the samples of the training thread that passed through it."""
 
@@ -1168,6 +1259,7 @@ class RankWindow(_message.Message):
     NCCL_COST_RATIO_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
     NETWORK_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
@@ -1236,6 +1328,10 @@ class RankWindow(_message.Message):
         """the longest first, bounded in number; none where the program pushes none"""
 
     @_builtins.property
+    def operations(self) -> Global___StepOperations:
+        """only where ranks have different roles"""
+
+    @_builtins.property
     def network(self) -> Global___NodeNetwork:
         """only of the first rank of each job on a node"""
 
@@ -1275,13 +1371,14 @@ class RankWindow(_message.Message):
         nccl_cost_ratio: _builtins.float | None = ...,
         collectives: _abc.Iterable[Global___CollectiveRate] | None = ...,
         ranges: _abc.Iterable[Global___RangeTime] | None = ...,
+        operations: Global___StepOperations | None = ...,
         network: Global___NodeNetwork | None = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "gpu", b"gpu", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "gpu", b"gpu", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "operations", b"operations", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self_seconds", b"self_seconds", "stacks", b"stacks", "stall", b"stall", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "collectives", b"collectives", "end_unix_nanos", b"end_unix_nanos", "figures", b"figures", "gpu", b"gpu", "groups", b"groups", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "ranges", b"ranges", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_model_flops_per_step", b"_model_flops_per_step", "_nccl_cost_ratio", b"_nccl_cost_ratio", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "collectives", b"collectives", "end_unix_nanos", b"end_unix_nanos", "figures", b"figures", "gpu", b"gpu", "groups", b"groups", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "long_steps", b"long_steps", "memory", b"memory", "model_flops_per_step", b"model_flops_per_step", "nccl_cost_ratio", b"nccl_cost_ratio", "network", b"network", "operations", b"operations", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "ranges", b"ranges", "self_seconds", b"self_seconds", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step_seconds", b"step_seconds", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait_seconds", b"wait_seconds", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_step_unix_nanos: _TypeAlias = _typing.Literal["last_step_unix_nanos"]  # noqa: Y015
     _WhichOneofArgType__last_step_unix_nanos: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos"]  # noqa: Y015

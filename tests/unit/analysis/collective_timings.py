@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.alpha_beta import Algorithm, Observations, predicted_seconds
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from tests.shared_data import H200
 from tests.support.commands import Command
 from tests.unit.analysis.collective_timings import observe, sizes

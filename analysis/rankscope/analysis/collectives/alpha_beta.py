@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind, bus_factor
+from rankscope.analysis.collective_kinds import CollectiveKind, bus_factor
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Floats, Ints, number_groups, take_rows
 
 # Number of points on each side whose pairs give starting lines: many pairs join two good points even if a third of all

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind, bus_factor, kind_of_note
 from rankscope.analysis.collectives.alpha_beta import Observations
-from rankscope.analysis.collectives.kinds import CollectiveKind, bus_factor, kind_of_note
 
 # Accepted column names; the first that is present is used.
 _OP = ("op", "operation", "collective", "kind", "coll", "name")

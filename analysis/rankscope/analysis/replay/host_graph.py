@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import annotated_backend, kind_of_host_operator
+from rankscope.analysis.collective_kinds import annotated_backend, kind_of_host_operator
 from rankscope.analysis.replay.graph import (
     MAX_SPAN_NS,
     MAX_STREAMS,

@@ -11,10 +11,10 @@ from rankscope.analysis.replay.graph import NOTHING, Graph, build_graph
 from rankscope.analysis.replay.host_graph import build_host_graph
 from rankscope.analysis.replay.replay import Times, replay, step_ns
 from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.step_graph.clock_alignment import align
 from rankscope.analysis.traces.breakdown import device_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.channels import Channel, gather_calls
-from rankscope.analysis.traces.joins.clock_alignment import align
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
 from rankscope.analysis.traces.joins.join import step_numbers
 from rankscope.analysis.traces.joins.self_time import Arrivals, find_arrivals
@@ -32,7 +32,7 @@ def build_graphs(traces: Mapping[int, Trace]) -> dict[int, Graph]:
     collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
     calls = gather_calls(traces, collectives)
     matched = match_calls(calls, step_numbers(calls, traces, collectives))
-    clocks = align(matched, sorted(traces))
+    clocks = align(matched.ends, sorted(traces))
     joined = _joined(graphs, collectives, matched, find_arrivals(matched, clocks))
     origin = min(trace.base_ns for trace in traces.values())
     return {

@@ -11,8 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import LEFT_TOGETHER, CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
+from rankscope.analysis.step_graph.clock_alignment import SharedEnds, align
 from rankscope.analysis.step_graph.matching import Meetings, match
 from rankscope.analysis.step_graph.operations import UNKNOWN, Operations
 
@@ -27,9 +28,15 @@ class StepGraph:
     own_ns: Ints  # 0 where nothing precedes
     transfer_ns: Ints
 
+    @cached_property
+    def host_ns(self) -> Ints:
+        """The part of own work before the host issued the operation: a device that is late has it issued in time."""
+        return np.asarray(np.clip(self.own_ns - self.operations.queued_ns, 0, self.own_ns))
+
     @classmethod
     def build(cls, operations: Operations) -> StepGraph:
         meetings = match(operations)
+        operations = _on_one_clock(operations, meetings)
         operations = _received_after_sent(operations, meetings)
         waits, last = _last_to_arrive(operations, meetings)
         before = _before(operations, meetings.stretch)
@@ -54,25 +61,34 @@ class StepGraph:
         return np.array(path, dtype=np.int64)
 
     def replay(self, own_ns: Ints) -> Ints:
-        """The end of each operation with other times of own work. Transfers take as long as they did."""
-        starts: Ints = self.operations.start_ns.copy()
-        stops: Ints = self.operations.stop_ns.copy()
+        """The end of each operation with other times of own work, a column for each replay. Transfers take as long as
+        they did."""
+        starts = np.repeat(self.operations.start_ns[:, None], own_ns.shape[1], axis=1)
+        stops = np.repeat(self.operations.stop_ns[:, None], own_ns.shape[1], axis=1)
+        transfer_ns = self.transfer_ns[:, None]
         met, waits = self.meetings.number, self.waits
-        arrived = np.full(self.meetings.count, np.iinfo(np.int64).min)
         missing = np.bincount(met[met >= 0], minlength=self.meetings.count)
         ready = np.flatnonzero(self.before < 0)
         while len(ready):
             alone = ready[~waits[ready]]
-            arriving = ready[met[ready] >= 0]
-            np.maximum.at(arrived, met[arriving], starts[arriving])
-            np.subtract.at(missing, met[arriving], 1)
-            complete = np.unique(met[arriving])
-            together = self._waiting.rows(complete[missing[complete] == 0])
-            stops[alone] = starts[alone] + self.transfer_ns[alone]
-            stops[together] = arrived[met[together]] + self.transfer_ns[together]
+            stops[alone] = starts[alone] + transfer_ns[alone]
+            arriving = met[ready]
+            arriving = arriving[arriving >= 0]
+            np.subtract.at(missing, arriving, 1)
+            complete = np.unique(arriving)
+            complete = complete[missing[complete] == 0]
+            together = self._waiting.rows(complete)
+            if len(together):
+                members = self._members
+                arrived = np.maximum.reduceat(starts[members.rows(complete)], members.borders(complete), axis=0)
+                stops[together] = arrived[np.searchsorted(complete, met[together])] + transfer_ns[together]
             ready = self._after.rows(np.concatenate([alone, together]))
             starts[ready] = stops[self.before[ready]] + own_ns[ready]
         return stops
+
+    @cached_property
+    def _members(self) -> _Index:
+        return _Index.build(self.meetings.number, self.meetings.count)
 
     @cached_property
     def _waiting(self) -> _Index:
@@ -99,6 +115,22 @@ class _Index:
         begin, size = self.begin[numbers], self.begin[numbers + 1] - self.begin[numbers]
         before = np.cumsum(size) - size
         return self.order[np.repeat(begin - before, size) + np.arange(int(size.sum()))]
+
+    def borders(self, numbers: Ints) -> Ints:
+        """Where the rows of each number begin in `rows`."""
+        size = self.begin[numbers + 1] - self.begin[numbers]
+        return np.asarray(np.cumsum(size) - size)
+
+
+def _on_one_clock(operations: Operations, meetings: Meetings) -> Operations:
+    """Clocks of GPUs and nodes differ. Ranks that meet in a collective leave together, by any clock. Ranks without a
+    collective in common keep their clocks: the recorded ends of messages are not exact."""
+    together = np.flatnonzero((meetings.number >= 0) & np.isin(operations.kind, LEFT_TOGETHER))
+    ranks, ends_ns = operations.rank[together], operations.stop_ns[together]
+    ends = SharedEnds(meetings.number[together], ranks, ends_ns, np.ones(len(together), dtype=bool))
+    clocks = align(ends, operations.ranks)
+    start, stop = (clocks.common(operations.rank, time) for time in (operations.start_ns, operations.stop_ns))
+    return replace(operations, start_ns=start, stop_ns=np.maximum(stop, start + 1))
 
 
 def _received_after_sent(operations: Operations, meetings: Meetings) -> Operations:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints, grouped_median, number_groups, occurrence
 from rankscope.analysis.step_graph.operations import MESSAGES, UNKNOWN, Operations
 

@@ -6,11 +6,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.collective_kinds import CollectiveKind
+from rankscope.analysis.stats.robust import Ints, number_groups
 
 UNKNOWN = -1
 MESSAGES = (CollectiveKind.SEND, CollectiveKind.RECV)
+# By the numbers of NCCL's functions, as its plugin writes them (nccl_layout.py of the probe).
+KIND_OF_NCCL = np.array(
+    [
+        CollectiveKind.OTHER,
+        CollectiveKind.ALL_REDUCE,
+        CollectiveKind.ALL_GATHER,
+        CollectiveKind.REDUCE_SCATTER,
+        CollectiveKind.BROADCAST,
+        CollectiveKind.REDUCE,
+        CollectiveKind.ALL_TO_ALL,
+        CollectiveKind.GATHER,
+        CollectiveKind.SCATTER,
+        CollectiveKind.SEND_RECV,
+        CollectiveKind.SEND,
+        CollectiveKind.RECV,
+    ],
+    dtype=np.int64,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class Operations:
     bytes: Ints
     start_ns: Ints
     stop_ns: Ints
+    queued_ns: Ints  # from its issue by the host to its start
     groups: tuple[Group, ...]
 
     def __len__(self) -> int:
@@ -43,3 +62,12 @@ class Operations:
     @property
     def ranks(self) -> list[int]:
         return [int(rank) for rank in np.unique(self.rank)]
+
+
+def since_issued(rank: Ints, queued_ns: Ints) -> Ints:
+    """The host's clock and the GPU's differ, and an operation starts no earlier than it is issued: the shortest
+    difference of a rank counts as none."""
+    numbers, count = number_groups(rank)
+    least = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(least, numbers, queued_ns)
+    return np.asarray(queued_ns - least[numbers])

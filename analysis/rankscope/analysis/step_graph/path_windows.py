@@ -3,7 +3,7 @@ estimates what would come back if a rank worked as its peers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,58 +11,83 @@ import numpy as np
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, rows_of_groups
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.operations import Operations
-from rankscope.analysis.step_graph.roles import find_stages, peers_own_ns
-from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
-from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
-from rankscope.analysis.verdicts.verdict import ranks as ranks_text
+from rankscope.analysis.step_graph.past_work import PastWork
+from rankscope.analysis.step_graph.roles import Parts, Peers, find_stages
 
 WINDOW_STEPS = 16
 MIN_WINDOW_STEPS = 4
 # The ranks with the largest excess on the path are replayed, twice each.
 MAX_RANKS_REPLAYED = 8
 MIN_EXCESS_SHARE = 0.02
+# A rank that costs less is as it usually is.
+UNREMARKABLE_RETURNS = 0.025
 # A step with fewer operations than this share of the usual was not recorded as a whole.
 WHOLE_STEP_RATIO = 0.6
 
 
 @dataclass(frozen=True)
 class PathWindow:
-    """Shares are of the critical path. `returns` is the share of the window's time that would come back if the rank
-    worked as its peers; 0 of a rank that is hardly on the path."""
+    """Some whole steps. Shares are of the critical path; columns are by rank, in the order of `ranks`."""
 
-    first_step: int
-    last_step: int
-    step_seconds: float  # mean
+    ranks: Ints
+    stages: Ints
+    steps: Ints
+    step_ns: Floats  # of each step
+    losses_ns: Floats  # by step and rank, that would come back if the rank worked as its peers; NaN: hardly on the path
     communication: float
-    own: Floats  # by rank
-    returns: Floats
+    own: Floats
     compared: float  # share of the own work of which a peer does the same
+    own_seconds: Floats  # of a step
+    peers_seconds: Floats  # of a step: what the rank's peers need for the same; own work where there is no peer
+    issued_late_share: Floats  # of the excess over the peers: how much of it the host took, before it issued operations
+
+    @property
+    def step_seconds(self) -> float:
+        return float(self.step_ns.mean()) / 1e9
+
+    @property
+    def returns(self) -> Floats:
+        """The share of the window's time that would come back if the rank worked as its peers."""
+        returns: Floats = np.nan_to_num(self.losses_ns).sum(axis=0) / max(float(self.step_ns.sum()), 1.0)
+        return returns
 
 
 @dataclass(frozen=True)
-class PathReport:
+class PathWindows:
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
     operations: int
     lonely: int
     windows: tuple[PathWindow, ...]
-    verdict: Verdict
 
 
-def report_path(operations: Operations, policy: Policy = DEFAULT_POLICY) -> PathReport:
+StagesOf = Callable[[StepGraph], dict[int, int]]
+
+
+def find_windows(
+    operations: Operations,
+    window_steps: int | None = WINDOW_STEPS,
+    stages_of: StagesOf = find_stages,
+    past: PastWork | None = None,
+) -> PathWindows:
+    """Windows of so many steps that follow each other; with None, one window of all steps. `past` learns from it."""
     graph = StepGraph.build(operations)
-    by_rank = find_stages(graph)
+    by_rank = stages_of(graph)
     ranks = np.array(list(by_rank), dtype=np.int64)
     stages = np.array(list(by_rank.values()), dtype=np.int64)
-    steps = _Steps.of(graph)
-    peers_ns = peers_own_ns(graph, by_rank)
-    shares = _Shares.of(graph, steps, np.searchsorted(ranks, graph.operations.rank), peers_ns)
-    losses = _losses(graph, steps, shares, ranks, stages, peers_ns)
-    windows = _windows(steps, shares, losses)
-    verdict = _judge(windows, steps, losses, ranks, stages, policy)
-    return PathReport(
-        tuple(ranks.tolist()), tuple(stages.tolist()), len(graph), graph.meetings.lonely, windows, verdict
-    )
+    steps = _Steps.of(graph, window_steps)
+    parts = Parts.of(graph, by_rank)
+    peers = Peers.of(graph, by_rank, parts)
+    if past is not None:
+        peers = past.fill(graph, parts, peers)
+    position = np.searchsorted(ranks, graph.operations.rank)
+    table = _Table(graph, steps, position, len(ranks))
+    excess = table.on_path(np.nan_to_num(graph.own_ns - peers.own_ns)) / table.path_ns[:, None]
+    losses = _losses(graph, steps, excess.max(axis=0, initial=0.0), ranks, stages, peers.own_ns)
+    windows = tuple(_window(number, table, peers, losses, ranks, stages) for number in range(steps.windows))
+    if past is not None and windows:
+        past.learn(graph, parts, (windows[0].returns < UNREMARKABLE_RETURNS)[position])
+    return PathWindows(tuple(ranks.tolist()), tuple(stages.tolist()), len(graph), graph.meetings.lonely, windows)
 
 
 @dataclass(frozen=True)
@@ -76,7 +101,7 @@ class _Steps:
     nanoseconds: Floats
 
     @classmethod
-    def of(cls, graph: StepGraph) -> _Steps:
+    def of(cls, graph: StepGraph, window_steps: int | None) -> _Steps:
         of_row, count = number_groups(graph.meetings.stretch, graph.meetings.step)
         stretch, step = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         stretch[of_row], step[of_row] = graph.meetings.stretch, graph.meetings.step
@@ -85,7 +110,7 @@ class _Steps:
         # A step begins where the one before ends, so that the first of a stretch has no beginning.
         follows = np.zeros(count, dtype=bool)
         follows[1:] = whole[1:] & whole[:-1] & (np.diff(step) == 1) & (np.diff(stretch) == 0)
-        steps = cls(of_row, stretch, step, _chunks(follows), np.zeros(count))
+        steps = cls(of_row, stretch, step, _chunks(follows, window_steps), np.zeros(count))
         return cls(of_row, stretch, step, steps.window, steps.durations(graph.operations.stop_ns))
 
     def durations(self, stop_ns: Ints) -> Floats:
@@ -101,60 +126,91 @@ class _Steps:
         return int(self.window.max(initial=-1)) + 1
 
 
-def _chunks(follows: Bools) -> Ints:
-    """Numbers of windows of consecutive steps."""
+def _chunks(follows: Bools, window_steps: int | None) -> Ints:
+    """Numbers of windows of steps that follow each other."""
+    if window_steps is None:
+        is_enough = np.count_nonzero(follows) >= MIN_WINDOW_STEPS
+        return np.where(follows & is_enough, 0, -1)
     window = np.full(len(follows), -1, dtype=np.int64)
     count = 0
     borders = np.flatnonzero(np.diff(follows, prepend=False, append=False))
     for begin, end in borders.reshape(-1, 2).tolist():
-        for first in range(begin, end, WINDOW_STEPS):
-            last = min(first + WINDOW_STEPS, end)
+        for first in range(begin, end, window_steps):
+            last = min(first + window_steps, end)
             if last - first >= MIN_WINDOW_STEPS:
                 window[first:last] = count
                 count += 1
     return window
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """Shares of the critical path, by window and rank."""
+class _Table:
+    """Sums of nanoseconds by window and rank, of all operations or of those on the critical path."""
 
-    communication: Floats
-    own: Floats
-    excess: Floats  # over the peers
-    compared: Floats
-
-    @classmethod
-    def of(cls, graph: StepGraph, steps: _Steps, position: Ints, peers_ns: Floats) -> _Shares:
+    def __init__(self, graph: StepGraph, steps: _Steps, position: Ints, ranks: int) -> None:
+        self.graph, self.steps = graph, steps
+        self._shape = (steps.windows, ranks)
+        window = steps.window[steps.of_row]
+        self._rows = np.flatnonzero(window >= 0)
+        self._cell = window[self._rows] * ranks + position[self._rows]
         path = graph.path()
-        window = steps.window[steps.of_row[path]]
-        path, window = path[window >= 0], window[window >= 0]
-        rows = graph.last[path]
-        shape = (steps.windows, int(position.max(initial=-1)) + 1)
-        cell = window * shape[1] + position[rows]
-        own_ns, peers = graph.own_ns[rows].astype(np.float64), peers_ns[rows]
+        self._path = path[window[path] >= 0]
+        self._late = graph.last[self._path]
+        self._path_cell = window[self._path] * ranks + position[self._late]
+        self.transfer_ns = self._sums(self._path_cell, graph.transfer_ns[self._path]).sum(axis=1)
+        self.own_ns = self.on_path(graph.own_ns)
+        self.path_ns = np.maximum(self.transfer_ns + self.own_ns.sum(axis=1), 1.0)
 
-        def summed(values: Floats) -> Floats:
-            table = np.bincount(cell, weights=values, minlength=shape[0] * shape[1]).astype(np.float64)
-            return table.reshape(shape)
+    def on_path(self, values: Ints | Floats) -> Floats:
+        """Of the ranks that arrived last."""
+        return self._sums(self._path_cell, values[self._late])
 
-        transfers = summed(graph.transfer_ns[path].astype(np.float64)).sum(axis=1)
-        own, excess = summed(own_ns), summed(np.nan_to_num(own_ns - peers))
-        compared = summed(np.where(np.isnan(peers), 0.0, own_ns)).sum(axis=1)
-        total = np.maximum(transfers + own.sum(axis=1), 1.0)
-        by_rank = total[:, None]
-        return cls(transfers / total, own / by_rank, excess / by_rank, compared / np.maximum(own.sum(axis=1), 1.0))
+    def of_all(self, values: Ints | Floats) -> Floats:
+        return self._sums(self._cell, values[self._rows])
+
+    def _sums(self, cell: Ints, values: Ints | Floats) -> Floats:
+        sums = np.bincount(cell, weights=values, minlength=self._shape[0] * self._shape[1])
+        return sums.astype(np.float64).reshape(self._shape)
 
 
-def _losses(graph: StepGraph, steps: _Steps, shares: _Shares, ranks: Ints, stages: Ints, peers_ns: Floats) -> Floats:
+def _window(number: int, table: _Table, peers: Peers, losses: Floats, ranks: Ints, stages: Ints) -> PathWindow:
+    graph, steps = table.graph, table.steps
+    rows = steps.window == number
+    count, own = int(rows.sum()), table.own_ns[number]
+    is_compared = ~np.isnan(peers.own_ns)
+    own_ns = table.of_all(graph.own_ns)[number]
+    excess = table.of_all(np.where(is_compared, graph.own_ns - peers.own_ns, 0.0))[number]
+    issued_late = table.of_all(np.where(is_compared, graph.host_ns - peers.host_ns, 0.0))[number]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        late_share = np.where(excess > 0, issued_late / excess, np.nan)
+    return PathWindow(
+        ranks,
+        stages,
+        steps.step[rows],
+        steps.nanoseconds[rows],
+        losses[rows],
+        float(table.transfer_ns[number] / table.path_ns[number]),
+        own / table.path_ns[number],
+        float(table.on_path(np.where(is_compared, graph.own_ns, 0))[number].sum() / max(own.sum(), 1.0)),
+        own_ns / count / 1e9,
+        (own_ns - excess) / count / 1e9,
+        late_share,
+    )
+
+
+def _losses(graph: StepGraph, steps: _Steps, excess: Floats, ranks: Ints, stages: Ints, peers_ns: Floats) -> Floats:
     """Nanoseconds by step and rank that would come back if the rank worked as its peers; NaN of ranks that were not
     replayed. All others work at their best meanwhile: of two slow ranks, either alone would bring back nothing."""
     losses = np.full((len(steps.step), len(ranks)), np.nan)
     as_peers = np.where(np.isnan(peers_ns), graph.own_ns, np.nan_to_num(peers_ns)).astype(np.int64)
     best = np.minimum(graph.own_ns, as_peers)
-    for position in _replayed(shares.excess.max(axis=0, initial=0.0), stages):
-        mine = graph.operations.rank == ranks[position]
-        as_is, replaced = (graph.replay(np.where(mine, own_ns, best)) for own_ns in (graph.own_ns, as_peers))
+    replayed = _replayed(excess, stages)
+    if not replayed:
+        return losses
+    mine = graph.operations.rank[:, None] == ranks[replayed]
+    own_ns = [np.where(mine, column[:, None], best[:, None]) for column in (graph.own_ns, as_peers)]
+    stops = graph.replay(np.concatenate(own_ns, axis=1))
+    for column, position in enumerate(replayed):
+        as_is, replaced = stops[:, column], stops[:, len(replayed) + column]
         losses[:, position] = steps.durations(as_is) - steps.durations(replaced)
     return losses
 
@@ -167,66 +223,3 @@ def _replayed(excess: Floats, stages: Ints) -> list[int]:
         return []
     peers = order[(stages[order] == stages[suspected[0]]) & (excess[order] < MIN_EXCESS_SHARE)]
     return [int(rank) for rank in np.concatenate([suspected, peers])[:MAX_RANKS_REPLAYED]]
-
-
-def _windows(steps: _Steps, shares: _Shares, losses: Floats) -> tuple[PathWindow, ...]:
-    windows = []
-    for number in range(steps.windows):
-        rows = steps.window == number
-        seen, total = steps.step[rows], float(steps.nanoseconds[rows].sum())
-        windows.append(
-            PathWindow(
-                int(seen[0]),
-                int(seen[-1]),
-                total / len(seen) / 1e9,
-                float(shares.communication[number]),
-                shares.own[number],
-                np.nan_to_num(losses[rows]).sum(axis=0) / max(total, 1.0),
-                float(shares.compared[number]),
-            )
-        )
-    return tuple(windows)
-
-
-def _judge(
-    windows: Sequence[PathWindow], steps: _Steps, losses: Floats, ranks: Ints, stages: Ints, policy: Policy
-) -> Verdict:
-    """The ranks that are slow in enough windows of a row, and beyond what steps vary by."""
-    kept, needed = policy.windows_kept, policy.windows_for_alarm
-    if len(windows) < needed:
-        return Verdict(Kind.INSUFFICIENT_DATA, f"{len(windows)} windows of whole steps; a verdict needs {needed}")
-    compared = median_or_nan(np.array([window.compared for window in windows]))
-    if not compared >= FIXED.path_compared_share:
-        reason = f"only {compared:.0%} of the work on the critical path can be compared with that of a peer"
-        return Verdict(Kind.INSUFFICIENT_DATA, reason)
-    slow = np.array([window.returns >= FIXED.path_impact_ratio for window in windows])
-    counts = np.array([slow[begin : begin + kept].sum(axis=0) for begin in range(len(windows) - needed + 1)])
-    during = {
-        rank: _between(steps.window, np.flatnonzero(slow[:, rank]))
-        for rank in np.flatnonzero((counts >= needed).any(axis=0)).tolist()
-    }
-    named = {rank: rows for rank, rows in during.items() if _stands_out(losses[rows], rank, stages)}
-    if not named:
-        return Verdict(Kind.HEALTHY, "no rank holds up the others on the critical path")
-    rows = np.logical_or.reduce(list(named.values()))
-    impact = float(losses[rows][:, list(named)].sum() / steps.nanoseconds[rows].sum())
-    culprits = tuple(int(ranks[rank]) for rank in named)
-    reason = (
-        f"{impact:.0%} of the time of steps {steps.step[rows][0]:,} to {steps.step[rows][-1]:,} would come back if "
-        f"{ranks_text(culprits)} worked as the peers"
-    )
-    return Verdict(Kind.SLOW_RANK, reason, Severity.ALARM, culprits=culprits, impact_ratio=impact)
-
-
-def _between(window: Ints, numbers: Ints) -> Bools:
-    return np.asarray((window >= numbers[0]) & (window <= numbers[-1]))
-
-
-def _stands_out(losses: Floats, rank: int, stages: Ints) -> bool:
-    """Whether a rank costs more than its peers beyond chance: where data is uneven, each of them is last at times."""
-    peers = np.flatnonzero((stages == stages[rank]) & ~np.isnan(losses[0]) & (np.arange(len(stages)) != rank))
-    usual = np.maximum(losses[:, peers].mean(axis=0), 0.0)
-    beyond = losses[:, rank] - (float(np.median(usual)) if len(usual) else 0.0)
-    mean, error = float(losses[:, rank].mean()), float(beyond.std(ddof=1)) / np.sqrt(len(beyond))
-    is_odd = not len(usual) or mean >= FIXED.path_peers_ratio * float(np.median(usual))
-    return is_odd and bool(beyond.mean() >= FIXED.path_score * error)

@@ -9,37 +9,19 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints, join_rows, take_rows
-from rankscope.analysis.step_graph.operations import MESSAGES, UNKNOWN, Group, Operations
+from rankscope.analysis.step_graph.operations import KIND_OF_NCCL, MESSAGES, UNKNOWN, Group, Operations, since_issued
 
 MAX_BYTES = 1 << 30
 MAX_RANKS = 1 << 14
 MAX_COMMUNICATORS = 1 << 12
-# The index is NCCL's number.
-_KINDS = np.array(
-    [
-        CollectiveKind.OTHER,
-        CollectiveKind.ALL_REDUCE,
-        CollectiveKind.ALL_GATHER,
-        CollectiveKind.REDUCE_SCATTER,
-        CollectiveKind.BROADCAST,
-        CollectiveKind.REDUCE,
-        CollectiveKind.ALL_TO_ALL,
-        CollectiveKind.GATHER,
-        CollectiveKind.SCATTER,
-        CollectiveKind.SEND_RECV,
-        CollectiveKind.SEND,
-        CollectiveKind.RECV,
-    ],
-    dtype=np.int64,
-)
 _OPERATION_FIELDS = ("start_ns", "stop_ns", "issued_ns", "bytes", "communicator", "sequence", "peer", "function")
 _STEP_FIELDS = ("sequence", "end_ns")
 
@@ -78,7 +60,8 @@ def _operations(arrays: Mapping[str, npt.NDArray[Any]]) -> Operations:
         raise RecordingError("has no communicator with a valid size and position")
     names = sorted(members)
     groups = tuple(Group(f"{name:08x}", tuple(sorted(members[name].values()))) for name in names)
-    return join_rows([_of_rank(arrays, rank, members, groups) for rank in ranks])
+    operations = join_rows([_of_rank(arrays, rank, members, groups) for rank in ranks])
+    return replace(operations, queued_ns=since_issued(operations.rank, operations.queued_ns))
 
 
 def _communicators(arrays: Mapping[str, npt.NDArray[Any]], rank: int) -> list[tuple[int, int, int]]:
@@ -101,7 +84,7 @@ def _of_rank(
     numbers, ends = steps["sequence"], np.maximum.accumulate(steps["end_ns"])
     column = np.searchsorted(ends, records["issued_ns"])
     step = np.append(numbers, numbers[-1:] + 1)[column] if len(numbers) else np.zeros(len(column), dtype=np.int64)
-    kind = _KINDS[np.where(records["function"] < len(_KINDS), records["function"], 0)]
+    kind = KIND_OF_NCCL[np.where(records["function"] < len(KIND_OF_NCCL), records["function"], 0)]
     is_message = np.isin(kind, MESSAGES)
     known = np.array(sorted(members), dtype=np.int64)
     group = np.minimum(np.searchsorted(known, records["communicator"]), len(known) - 1)
@@ -121,6 +104,7 @@ def _of_rank(
         start_ns=records["start_ns"],
         # Every operation takes some time.
         stop_ns=np.maximum(records["stop_ns"], records["start_ns"] + 1),
+        queued_ns=records["start_ns"] - records["issued_ns"],
         groups=groups,
     )
     return take_rows(operations, np.flatnonzero(is_known)[np.argsort(records["issued_ns"][is_known], kind="stable")])

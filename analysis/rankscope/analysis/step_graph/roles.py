@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Floats, Ints, number_groups, occurrence
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.operations import MESSAGES
+
+# Of the number of a part.
+PLACE_BITS = 24
 
 
 def find_stages(graph: StepGraph) -> dict[int, int]:
@@ -65,22 +69,51 @@ def _first_ranks(graph: StepGraph) -> list[int]:
     return [int(rank) for rank in ranks[share > 0.5]]
 
 
-def peers_own_ns(graph: StepGraph, stages: dict[int, int]) -> Floats:
-    """The median own work before the same operation on the other ranks of the stage, per row; NaN without one."""
-    operations, step = graph.operations, graph.meetings.step
-    table = np.array([stages[rank] for rank in operations.ranks], dtype=np.int64)
-    stage = table[np.searchsorted(operations.ranks, operations.rank)]
-    others = np.searchsorted(operations.ranks, np.maximum(operations.peer, 0)).clip(max=len(table) - 1)
-    toward = np.where(operations.peer >= 0, np.sign(table[others] - stage), 0)
-    sizes = np.array([len(group.ranks) for group in operations.groups], dtype=np.int64)[operations.group]
-    alike, _ = number_groups(operations.kind, sizes, toward)
-    place = occurrence(number_groups(operations.rank, step, alike)[0])
-    known = np.flatnonzero(graph.before >= 0)
-    part = alike * (int(place.max(initial=0)) + 1) + place
-    same, _ = number_groups(stage[known], step[known], part[known], part[graph.before[known]])
-    result = np.full(len(graph), np.nan)
-    result[known] = _median_of_others(graph.own_ns[known].astype(np.float64), same)
-    return result
+@dataclass(frozen=True)
+class Parts:
+    """Which part of the program each row is: by its kind, the size of its group, the direction of a message, and how
+    many such operations came before it in the step. Only rows with an operation before them are there. Numbers of parts
+    hold in any window."""
+
+    rows: Ints
+    number: Ints
+    before: Ints  # the number of the operation before
+
+    @classmethod
+    def of(cls, graph: StepGraph, stages: dict[int, int]) -> Parts:
+        operations = graph.operations
+        table = _stages_of(graph, stages)
+        others = np.searchsorted(operations.ranks, np.maximum(operations.peer, 0)).clip(max=len(table) - 1)
+        own = table[np.searchsorted(operations.ranks, operations.rank)]
+        toward = np.where(operations.peer >= 0, np.sign(table[others] - own), 0)
+        sizes = np.array([len(group.ranks) for group in operations.groups], dtype=np.int64)[operations.group]
+        alike = ((sizes << 4 | operations.kind) << 2) + toward + 1
+        place = occurrence(number_groups(operations.rank, graph.meetings.step, alike)[0])
+        number = alike << PLACE_BITS | np.minimum(place, (1 << PLACE_BITS) - 1)
+        rows = np.flatnonzero(graph.before >= 0)
+        return cls(rows, number[rows], number[graph.before[rows]])
+
+
+def _stages_of(graph: StepGraph, stages: dict[int, int]) -> Ints:
+    return np.array([stages[rank] for rank in graph.operations.ranks], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What the other ranks of the stage need before the same operation: their median, per row; NaN without one."""
+
+    own_ns: Floats
+    host_ns: Floats  # of it, until their hosts issue the operation
+
+    @classmethod
+    def of(cls, graph: StepGraph, stages: dict[int, int], parts: Parts) -> Peers:
+        rows = parts.rows
+        stage = _stages_of(graph, stages)[np.searchsorted(graph.operations.ranks, graph.operations.rank[rows])]
+        same, _ = number_groups(stage, graph.meetings.step[rows], parts.number, parts.before)
+        own, host = np.full((2, len(graph)), np.nan)
+        own[rows] = _median_of_others(graph.own_ns[rows].astype(np.float64), same)
+        host[rows] = _median_of_others(graph.host_ns[rows].astype(np.float64), same)
+        return cls(own, host)
 
 
 def _median_of_others(values: Floats, group: Ints) -> Floats:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.alpha_beta import Observations
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints, take_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.channels import Channel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind, algorithm_gbps, bus_gbps
+from rankscope.analysis.collective_kinds import CollectiveKind, algorithm_gbps, bus_gbps
 from rankscope.analysis.stats.robust import Floats, number_groups, rows_of_groups
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, measure_launches
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals

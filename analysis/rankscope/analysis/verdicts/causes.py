@@ -127,7 +127,7 @@ def name_cause(
 ) -> Cause:
     """Cause of the culprits' excess in one (merged) window of one job. `stacks`, `gpus` and `ranges` are by rank."""
     row = screened.slowest(culprits)
-    peers = ~culprits & (columns.stage == columns.stage[row])
+    peers = peers_of(columns, culprits, row)
     rank, others = int(columns.rank[row]), columns.rank[peers].tolist()
     culprit = _Culprit(
         rank,
@@ -154,10 +154,19 @@ def name_cause(
     return _cause_by_phase(culprit, policy)
 
 
+def peers_of(columns: RankColumns, culprits: Bools, row: int) -> Bools:
+    """The other ranks of its stage; in a pipeline with one rank in each stage, those of the other stages."""
+    same_stage: Bools = ~culprits & (columns.stage == columns.stage[row])
+    return same_stage if same_stage.any() else ~culprits
+
+
 def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> str:
     """Empty where steps are timed by the host's clock, or where it is not known how far the host is ahead."""
     if not is_timed_on_device(columns)[row]:
         return ""
+    issued_late = screened.issued_late_share[row]
+    if not np.isnan(issued_late):
+        return HOST if issued_late >= 1 - policy.device_bound_share else DEVICE
     one = slice(row, row + 1)
     excess = screened.compared_seconds[one] - screened.reference_seconds[one]
     late, late_ahead = columns.late_seconds[row], columns.late_ahead_seconds[row]

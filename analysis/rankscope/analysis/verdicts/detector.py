@@ -14,7 +14,8 @@ from operator import attrgetter
 import numpy as np
 
 from rankscope.analysis.verdicts.asynchronous import Cadence, StepCounts, ends_steps_together, split
-from rankscope.analysis.verdicts.findings import Observation, ReadyWindow, observe, observe_workers
+from rankscope.analysis.verdicts.critical_path import LivePath
+from rankscope.analysis.verdicts.findings import Observation, ReadyWindow, observe, observe_path, observe_workers
 from rankscope.analysis.verdicts.hang import HangWatch
 from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.long_steps import LongStepHistory
@@ -39,6 +40,8 @@ MAX_PATIENCE = 150
 CAPTURES_MISSED = 3
 # Windows in which some ranks have steps and others never had any.
 UNKNOWN_WINDOWS = 10
+# Between two windows of the critical path.
+MAX_WINDOWS_OF_EVIDENCE = 16
 IN_CAPTURES = " (in captured steps)"
 # What only a cause or a stall needs is left out of the comparison, as every column costs a fleet time.
 ONLY_FOR_CAUSES = (
@@ -94,6 +97,8 @@ class JobDetector:
         self._baseline = TransferBaseline()
         self._long_steps = LongStepHistory()
         self._own_past = OwnPast()
+        self._path = LivePath(policy)
+        self._since_path: deque[JobWindow] = deque(maxlen=MAX_WINDOWS_OF_EVIDENCE)
         self._step_counts = StepCounts()
         self._steps_seen = 0.0
         self._filled_ratio = 0.0  # of the fullest window
@@ -116,6 +121,7 @@ class JobDetector:
         if policy is self._policy or policy == self._policy:
             return
         self._policy = policy
+        self._path = LivePath(policy)
         self._raw = deque(self._raw, maxlen=2 * policy.stack_windows)
         self._recent = RecentWindows(policy)
         self._damper = Damper(policy)
@@ -127,6 +133,8 @@ class JobDetector:
         """Take a window; return the stretch that is now ready for comparing ranks, if one is."""
         self._raw.append(window)
         self._captures.advance(window.window_seconds)
+        self._path.add(window)
+        window = self._path.with_stages(window)
         self._count_steps(window)
         window = self._without_servers(window)
         steps = window.columns.steps
@@ -248,12 +256,25 @@ class JobDetector:
         if ready.window.asynchronous is None:
             if latest.departed:
                 return None  # a rank died in the window: what the others did until then shows nothing
+            if self._path.is_known:
+                return self._judge_path(ready)
             if self._is_partial(ready):
                 return self._recent.decide(self._observe(ready.without_outliers()), self.verdict)
         observation = self._observe(ready)
         if world_size == 1:
             observation = self._own_past.compare(ready.window, observation, self._policy)
         return self._recent.decide(observation, self.verdict)
+
+    def _judge_path(self, ready: ReadyWindow) -> Verdict | None:
+        self._since_path.append(ready.window)
+        finding = self._path.take(ready.window)
+        if finding is None or isinstance(finding, Verdict):
+            return finding  # None while the next steps are under way: that alone changes nothing
+        # Stacks are recorded now and then, in any of the windows between two of the path.
+        since = tuple(self._since_path)
+        self._since_path.clear()
+        ready = ready._replace(window=replace(ready.window, evidence=lambda: merge_evidence(since)))
+        return self._recent.decide(observe_path(ready, finding, self._long_steps, self._policy), self.verdict)
 
     def _is_partial(self, ready: ReadyWindow) -> bool:
         """Ranks are not compared in a window in which the job starts or ends: its few steps are unlike the others."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.asynchronous import SlowServer, find_slow_server, with_own_shares
+from rankscope.analysis.verdicts.critical_path import PathFinding
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
 from rankscope.analysis.verdicts.network_causes import network_evidence
@@ -196,6 +197,47 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
         lost_by_all_seconds=long_steps.lost_by_all_seconds,
         is_moment_for_stacks=long_steps.is_moment_for_stacks,
         tokens=tokens,
+    )
+
+
+def observe_path(ready: ReadyWindow, path: PathFinding, long_steps: LongStepHistory, policy: Policy) -> Observation:
+    """With the ranks that the critical path shows to be slow. Where ranks have different roles, sums cannot tell who
+    began a wait that is passed on, a long stage, nor uneven data."""
+    window, summary, steps = ready.window, ready.summary, path.window
+    late = long_steps.add(window.columns, summary, policy)
+    any_outlier = bool(path.slow.any())
+    returns = steps.returns
+    screen = replace(
+        ready.screen,
+        compared_seconds=steps.own_seconds,
+        reference_seconds=steps.peers_seconds,
+        impact_ratio=np.where(path.slow, returns, np.nan),
+        starved=ready.screen.starved & path.slow,
+        outlier=path.slow,
+        lingering=path.lingering,
+        issued_late_share=steps.issued_late_share,
+    )
+    return Observation(
+        window.columns,
+        window if any_outlier or late or any(long_steps.found) or long_steps.is_moment_for_stacks else None,
+        screen if any_outlier or late or path.lingering.any() else None,
+        summary,
+        screen.compared_seconds - screen.reference_seconds,
+        remarkable=any_outlier
+        or any(one is not None for one in long_steps.found)
+        or _concerns_everyone(summary, policy),
+        outliers=frozenset(window.columns.rank[path.slow].tolist()),
+        lingering=frozenset(window.columns.rank[path.lingering].tolist()),
+        impact_ratio=float(min(returns[path.slow].sum(), 1.0)),
+        stage=None,
+        stage_lingering=None,
+        transfer=None,
+        network="",
+        imbalance_impact_ratio=None,
+        late=late,
+        stalls=long_steps.found,
+        lost_by_all_seconds=long_steps.lost_by_all_seconds,
+        is_moment_for_stacks=long_steps.is_moment_for_stacks,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.asynchronous import pace, server_cause
-from rankscope.analysis.verdicts.causes import name_cause
+from rankscope.analysis.verdicts.causes import name_cause, peers_of
 from rankscope.analysis.verdicts.findings import Observation, is_contended
 from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
 from rankscope.analysis.verdicts.stack_profiles import StackHistory
@@ -414,7 +414,7 @@ class RecentWindows:
 def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[int]:
     """The slowest culprit, for which a cause is looked for, and peers from all over its cohort."""
     slowest = screened.slowest(culprits)
-    peers = np.flatnonzero(~culprits & (columns.stage == columns.stage[slowest]))
+    peers = np.flatnonzero(peers_of(columns, culprits, slowest))
     asked = peers[np.linspace(0, len(peers) - 1, min(len(peers), PEERS_ASKED)).astype(np.int64)]
     return [int(columns.rank[slowest]), *columns.rank[asked].tolist()]
 

@@ -71,6 +71,7 @@ class Screen:
     rank_ratio: Floats  # the ratio from which a rank of this cohort is slow
     ahead_seconds: Floats  # its host of its device; 0 where it is far behind the hosts of its cohort
     further_ahead_seconds: Floats  # its host than the hosts of its cohort, waiting left aside
+    issued_late_share: Floats  # of the excess on the critical path: before the host issued operations; NaN: not known
 
     def slowest(self, among: Bools) -> int:
         """Its row; at least one is among them."""
@@ -135,6 +136,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
         rank_ratio=rank_ratio,
         ahead_seconds=ahead,
         further_ahead_seconds=further_ahead,
+        issued_late_share=np.full(len(ahead), np.nan),
     )
 
 

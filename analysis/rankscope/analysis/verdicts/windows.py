@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints
+from rankscope.analysis.step_graph.window_operations import RankOperations
 from rankscope.analysis.verdicts.figures import OF_RULES, RuleFigures
 from rankscope.analysis.verdicts.network import NodeNetwork
 
@@ -192,5 +193,7 @@ class JobWindow:
     has_collectives: bool = True
     # Self time and waiting of most ranks follow from the quickest steps of their hosts: estimates (host_pace.py).
     is_host_paced: bool = False
+    # Operations of whole steps: of all ranks, or of one, which shows whether the others have some.
+    operations: Callable[[bool], Sequence[RankOperations]] = lambda is_sample: ()
     # The rest of a window of which `columns` has the workers only (asynchronous.py).
     asynchronous: AsynchronousRun | None = None

@@ -13,9 +13,9 @@ from typing import IO, TYPE_CHECKING, cast
 import msgspec
 
 from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
+from rankscope.analysis.step_graph.clock_alignment import ClockShift
 from rankscope.analysis.traces.diagnosis import diagnose
 from rankscope.analysis.traces.diagnosis_rules import Finding
-from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, headline, loss

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rankscope.analysis.stats.robust import Ints
 from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
@@ -21,6 +22,7 @@ from rankscope.daemon.steps.long_steps import Mask, RecentSteps
 from rankscope.daemon.steps.nccl_inspector import InspectorLog
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RingError
+from rankscope.daemon.steps.step_operations import Role
 from rankscope.probe import nccl_plugin, ring_layout
 
 MAX_STEPS_PER_SECOND = 1_000_000
@@ -119,7 +121,7 @@ class StepsCollector(Collector[StepSample]):
             progress = self._progress_of(rank, header, span)
             clock_ns = self._clock_ns(span) - progress.monotonic_offset_ns
             process = f"{self._proc_root}/{rank.pid}"
-            sample, self._progress[rank.key] = _sample(fd, header, progress, span, clock_ns, process)
+            sample, self._progress[rank.key] = _sample(fd, header, progress, span, clock_ns, rank, process)
             return sample
         finally:
             os.close(fd)
@@ -144,7 +146,13 @@ class StepsCollector(Collector[StepSample]):
 
 
 def _sample(
-    fd: int, header: ring_reader.Header, progress: _Progress, span: Span, clock_ns: int, process: str
+    fd: int,
+    header: ring_reader.Header,
+    progress: _Progress,
+    span: Span,
+    clock_ns: int,
+    rank: RankProcess,
+    process: str,
 ) -> tuple[StepSample, _Progress]:
     """`clock_ns` is the wall clock less the process' monotonic clock; `process` its folder in /proc."""
     live = ring_reader.read_live(fd)
@@ -179,7 +187,8 @@ def _sample(
     kept = step_columns.newest(records, wanted)
     step_seconds = records["span_ns"][kept] * 1e-9 / records["steps"][kept]
     is_long = long_steps.find_long(progress.recent, step_seconds)
-    nccl, nccl_progress = _nccl(process, header.owner_pid, progress, clock_ns, records[kept], is_long)
+    role = Role(rank.rank, rank.world_size, _step_numbers(header, records)[kept], clock_ns)
+    nccl, nccl_progress = _nccl(process, header.owner_pid, progress, records[kept], is_long, role)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
     ranges, range_totals = step_columns.range_seconds(ring_reader.read_ranges(fd), progress.ranges)
     untold = _untold_messages(nccl, groups) if progress.inspector.is_found else ()
@@ -236,6 +245,7 @@ def _sample(
         is_blind=is_blind,
         long_steps=found_long,
         communicators=nccl.communicators,
+        operations=nccl.operations,
         is_inspected=progress.inspector.is_found,
     )
     return sample, replace(
@@ -251,18 +261,24 @@ def _sample(
     )
 
 
+def _step_numbers(header: ring_reader.Header, records: ring_reader.Records) -> Ints:
+    """Of the last step of each record, counted as the probe does: back from the newest."""
+    steps = records["steps"].astype(np.int64)
+    return header.steps - np.cumsum(steps[::-1])[::-1] + steps
+
+
 def _nccl(
-    process: str, owner_pid: int, progress: _Progress, clock_ns: int, records: ring_reader.Records, is_long: Mask
+    process: str, owner_pid: int, progress: _Progress, records: ring_reader.Records, is_long: Mask, role: Role
 ) -> tuple[NcclTimes, NcclProgress]:
     """What NCCL told of these steps, our plugin or the user's. Memory that cannot be right is as none: the steps are
     known all the same."""
     descriptor = progress.facts.nccl_descriptor
     try:
         if progress.facts.nccl_reason == nccl_plugin.OTHER:
-            return progress.inspector.read(clock_ns, records, is_long), progress.nccl
+            return progress.inspector.read(role.clock_ns, records, is_long), progress.nccl
         if descriptor is None:
             return NcclTimes(), progress.nccl
-        return read_nccl(f"{process}/fd/{descriptor}", owner_pid, progress.nccl, records, is_long)
+        return read_nccl(f"{process}/fd/{descriptor}", owner_pid, progress.nccl, records, is_long, role)
     except (OSError, RingError):
         return NcclTimes(), NcclProgress()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.collectives.kinds import CollectiveKind, bus_gbps, kind_of_note, size_bytes
+from rankscope.analysis.collective_kinds import CollectiveKind, bus_gbps, kind_of_note, size_bytes
 from rankscope.daemon.samples import CollectiveRate
 from rankscope.daemon.steps.nccl_reader import Table
 from rankscope.daemon.steps.ring_reader import Records

@@ -6,12 +6,13 @@ later."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from rankscope.analysis.step_graph.window_operations import RankOperations
 from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
 from rankscope.analysis.verdicts.windows import Communicator
 from rankscope.daemon.samples import CollectiveRate, GroupSpan
@@ -20,6 +21,7 @@ from rankscope.daemon.steps.long_steps import Mask, with_neighbours
 from rankscope.daemon.steps.nccl_bandwidth import collective_rates
 from rankscope.daemon.steps.nccl_reader import NUMBER_MASK, NcclMemory, NcclRecords, Table
 from rankscope.daemon.steps.ring_reader import Records, RingError, open_memfd
+from rankscope.daemon.steps.step_operations import HeldOperations, Role, StepEnds, TimedOperations, have_roles
 from rankscope.probe import nccl_layout, ring_layout
 
 Nanos: TypeAlias = npt.NDArray[np.int64]
@@ -35,6 +37,7 @@ class NcclProgress:
 
     memory_id: int = 0
     read: int | None = None
+    held: HeldOperations = field(default_factory=HeldOperations, compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,16 @@ class NcclTimes:
     groups: tuple[GroupSpan, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
     communicators: tuple[Communicator, ...] = ()  # as they are now, whether or not a step ended
+    operations: RankOperations | None = None  # of steps that are whole now
 
 
 def read_nccl(
-    link: str, owner_pid: int, before: NcclProgress, steps: Records, is_long: Mask | None = None
+    link: str,
+    owner_pid: int,
+    before: NcclProgress,
+    steps: Records,
+    is_long: Mask | None = None,
+    role: Role | None = None,
 ) -> tuple[NcclTimes, NcclProgress]:
     """The times of these steps and the communicators, from the memory behind a link in /proc. Raises OSError or
     RingError if that cannot be read or cannot be right."""
@@ -58,14 +67,14 @@ def read_nccl(
         memory = nccl_reader.read_memory(fd)
         if memory.owner_pid != owner_pid:
             raise RingError("owner", f"the memory of the NCCL plugin belongs to pid {memory.owner_pid}; ignored")
-        found, progress = _read_times(fd, memory, before, steps, is_long)
+        found, progress = _read_times(fd, memory, before, steps, is_long, role)
     finally:
         os.close(fd)
     return replace(found, communicators=nccl_reader.communicators(memory)), progress
 
 
 def _read_times(
-    fd: int, memory: NcclMemory, before: NcclProgress, steps: Records, is_long: Mask | None
+    fd: int, memory: NcclMemory, before: NcclProgress, steps: Records, is_long: Mask | None, role: Role | None
 ) -> tuple[NcclTimes, NcclProgress]:
     if not memory.interface:
         return NcclTimes(), before
@@ -75,7 +84,27 @@ def _read_times(
     if not len(steps):
         return NcclTimes(), before
     records = nccl_reader.read_records(fd, before.read, memory.written)
-    return times(records, memory.communicators, before, steps, is_long)
+    found, progress = times(records, memory.communicators, before, steps, is_long)
+    if role is None or not have_roles(records.table, memory.communicators, role.world_size):
+        return found, progress
+    timed = _timed(records.table, memory.communicators)
+    is_whole = ((steps["flags"] & ring_layout.FLAG_NCCL) != 0) & (steps["steps"] == 1)
+    ends = StepEnds(role.step_numbers, np.maximum.accumulate(steps["end_ns"]), is_whole)
+    rows, held = before.held.advance(timed, ends, role)
+    return replace(found, operations=rows), replace(progress, held=held)
+
+
+def _timed(records: Table, communicators: Table) -> TimedOperations:
+    found = operations(records, communicators)
+    chosen = records[found.record]
+    behind_host = found.start_ns - chosen["start_ns"].astype(np.int64)
+    return TimedOperations(
+        chosen,
+        found.communicator,
+        found.stop_ns - behind_host,
+        int(behind_host.min(initial=MAX_CLOCK_NS)),
+        communicators,
+    )
 
 
 def times(
@@ -89,7 +118,7 @@ def times(
     found = found.take(slice(over))
     if not over:
         return NcclTimes(), before
-    progress = NcclProgress(before.memory_id, int(found.number[-1]))
+    progress = replace(before, read=int(found.number[-1]))
     if not known.any():
         return NcclTimes(), progress
     # Where some were overwritten, those that are left stand for all.

@@ -38,6 +38,7 @@ from rankscope.v1.window_pb2 import (
     CollectiveRate,
     FrameShare,
     GpuUsage,
+    GroupSeat,
     GroupSpan,
     LongSteps,
     Memory,
@@ -48,6 +49,7 @@ from rankscope.v1.window_pb2 import (
     RankWindow,
     StackSummary,
     Stall,
+    StepOperations,
     StepStatistics,
 )
 
@@ -263,6 +265,18 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
     window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
     window.collectives.extend(CollectiveRate(**vars(rate)) for rate in sample.collectives)
     window.ranges.extend(RangeTime(name=name, seconds=seconds) for name, seconds in sample.ranges.items())
+    if sample.operations is not None:
+        told = sample.operations
+        window.operations.CopyFrom(
+            StepOperations(
+                first_step=told.first_step,
+                start_nanos=told.start_ns,
+                tick_nanos=told.tick_ns,
+                unix_less_gpu_nanos=told.unix_less_gpu_ns,
+                seats=[GroupSeat(**seat._asdict()) for seat in told.seats],
+                rows=told.rows,
+            )
+        )
     window.wait_source = _wait_source(window, sample)
     if sample.long_steps is not None:
         window.long_steps.CopyFrom(LongSteps(**vars(sample.long_steps)))
@@ -271,7 +285,9 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
         window.nccl_cost_ratio = sample.facts.nccl_cost_ratio
         names.append("nccl_cost_ratio")
     reason = sample.facts.nccl_reason
-    if sample.is_blind and not window.wait_source and len(window.problems) < MAX_PROBLEMS:
+    # The plugin takes turns, so that a window may have no step of which NCCL was asked.
+    is_asked = sample.facts.nccl_descriptor is not None and not reason
+    if sample.is_blind and not window.wait_source and not is_asked and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(printable(f"{BLIND}; {reason}" if reason else BLIND, PROBLEM_CHARACTERS))
     if reason == nccl_plugin.OTHER and not sample.is_inspected and len(window.problems) < MAX_PROBLEMS:
         window.problems.append(OTHER_PLUGIN)

@@ -14,6 +14,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
+from rankscope.analysis.step_graph.window_operations import RankOperations
 from rankscope.analysis.verdicts.exposed_communication import POINT_TO_POINT, GroupSpans, group_waits
 from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS, OF_RULES, WindowFigures
 from rankscope.analysis.verdicts.host_pace import own_pace
@@ -173,7 +174,13 @@ def _job_window(
         is_captured=is_captured,
         has_collectives=has_collectives,
         is_host_paced=is_host_paced,
+        operations=lambda is_sample: _operations(windows[:1] if is_sample else windows),
     )
+
+
+def _operations(windows: Sequence[HeldWindow]) -> list[RankOperations]:
+    sent = (window.operations() for window in windows)
+    return [one for one in sent if one is not None]
 
 
 def _have_collectives(figures: WindowFigures, groups: Floats, job: Ints, jobs: int) -> list[bool]:

@@ -10,10 +10,11 @@ from typing import overload
 
 from google.protobuf.message import DecodeError, Message
 
+from rankscope.analysis.step_graph.window_operations import MAX_GROUPS, RankOperations, Seat
 from rankscope.analysis.verdicts.window_columns import is_table, unpack
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import EncodedRanks
-from rankscope.v1.window_pb2 import NetworkWindow, NodeNetwork, RankWindow
+from rankscope.v1.window_pb2 import NetworkWindow, NodeNetwork, OperationsWindow, RankWindow
 
 AXES = ("pipeline", "data", "tensor")  # of `RankSeen.coordinates`
 # A rank is stale without a window for this long, and for three windows: a daemon sends one every few seconds.
@@ -109,6 +110,19 @@ class HeldWindow:
         except DecodeError:
             return None
         return window.network if window.HasField("network") else None
+
+    def operations(self) -> RankOperations | None:
+        """Of whole steps, if this window has them. The rest of the window is not read."""
+        try:
+            window = OperationsWindow.FromString(self.message_bytes)
+        except DecodeError:
+            return None
+        if not window.HasField("operations"):
+            return None
+        told = window.operations
+        seats = tuple(Seat(seat.number, seat.size, seat.position) for seat in told.seats[:MAX_GROUPS])
+        times = (told.first_step, told.start_nanos, told.tick_nanos, told.unix_less_gpu_nanos)
+        return RankOperations(self.who.rank, *times, seats, told.rows)
 
 
 class HeldWindows(Sequence[RankWindow]):

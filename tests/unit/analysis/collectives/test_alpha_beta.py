@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.alpha_beta import (
     Algorithm,
     Fit,
@@ -14,7 +15,6 @@ from rankscope.analysis.collectives.alpha_beta import (
     predicted_seconds,
     steps,
 )
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from tests.unit.analysis.collective_timings import observe, sizes, together
 
 ALL_REDUCE = CollectiveKind.ALL_REDUCE

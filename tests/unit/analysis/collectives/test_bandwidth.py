@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.collectives.kinds import (
+from rankscope.analysis.collective_kinds import (
     CollectiveKind,
     algorithm_gbps,
     bus_factor,

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.alpha_beta import fit_collectives
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.collectives.timings import UnreadableError, read_text
 
 RANK_LINES = "".join(f"#  Rank  {n} Group  0 Pid  57123 on   node-1 device  {n} [0x1b] NVIDIA H100\n" for n in range(8))

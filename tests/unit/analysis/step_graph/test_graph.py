@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import take_rows
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.operations import UNKNOWN, Group, Operations
@@ -22,7 +22,7 @@ def operations(*rows: tuple[int, int, int, int, int, int], groups: tuple[Group, 
     """Rank, kind, sequence, peer, start and stop of each; all in step 1 of the first group."""
     rank, kind, sequence, peer, start, stop = np.array(rows, dtype=np.int64).T
     same = np.ones(len(rows), dtype=np.int64)
-    return Operations(rank, same, 0 * same, kind, sequence, peer, 4 * same, start, stop, groups)
+    return Operations(rank, same, 0 * same, kind, sequence, peer, 4 * same, start, stop, 0 * same, groups)
 
 
 def collective(rank: int, sequence: int, start: int, stop: int) -> tuple[int, int, int, int, int, int]:
@@ -61,7 +61,7 @@ def test_a_replay_moves_what_depends_on_the_change() -> None:
         )
     )
     faster = np.array([0, 50, 0, 30])
-    assert graph.replay(faster).tolist() == [100, 170, 100, 170], (
+    assert graph.replay(faster[:, None])[:, 0].tolist() == [100, 170, 100, 170], (
         "rank 0 is last then: 100 + 50, and the transfer of 20"
     )
 
@@ -69,7 +69,7 @@ def test_a_replay_moves_what_depends_on_the_change() -> None:
 @pytest.mark.parametrize("layout", [Layout(data=3), Layout(tensor=2, pipeline=2, data=2), Layout(pipeline=4)])
 def test_a_replay_without_a_change_is_what_was(layout: Layout) -> None:
     graph = StepGraph.build(play(layout))
-    assert (graph.replay(graph.own_ns) == graph.operations.stop_ns).all()
+    assert (graph.replay(graph.own_ns[:, None])[:, 0] == graph.operations.stop_ns).all()
 
 
 def test_what_is_received_is_there_after_it_is_sent() -> None:
@@ -104,7 +104,7 @@ def test_times_that_contradict_each_other_end() -> None:
     """A hostile recording: operations without a duration, and all at the same time."""
     rows = [collective(rank, sequence, 5, 5) for rank in (0, 1) for sequence in (*range(20), *range(19, -1, -1))]
     graph = StepGraph.build(operations(*rows))
-    assert len(graph.path()) <= len(graph) and len(graph.replay(graph.own_ns)) == len(graph)
+    assert len(graph.path()) <= len(graph) and len(graph.replay(graph.own_ns[:, None])) == len(graph)
 
 
 def test_messages_are_matched_where_a_step_lacks_one() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.step_graph import recording
-from rankscope.analysis.step_graph.path_windows import report_path
+from rankscope.analysis.step_graph.path_windows import find_windows
 from rankscope.analysis.step_graph.recording import RecordingError, read_recording
+from rankscope.analysis.verdicts.critical_path import judge_path
 from rankscope.analysis.verdicts.verdict import Kind
 
 RECORDINGS = Path(__file__).parents[3] / "data" / "nccl"
@@ -114,7 +115,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypa
 
 def test_a_recording_without_operations_is_not_called_healthy(tmp_path: Path) -> None:
     contents = {name: table[:0] if name.startswith("nccl") else table for name, table in arrays().items()}
-    verdict = report_path(read_recording(write(tmp_path / "job.npz", contents))).verdict
+    verdict = judge_path(find_windows(read_recording(write(tmp_path / "job.npz", contents))).windows)
     assert verdict.kind is Kind.INSUFFICIENT_DATA
 
 
@@ -130,7 +131,7 @@ def test_wild_numbers_in_a_recording_are_judged_or_refused(tmp_path: Path, seed:
             limits = np.iinfo(column.dtype)
             column[random.random(len(column)) < 0.5] = (limits.min, 0, 1, limits.max)[random.integers(4)]
     try:
-        verdict = report_path(read_recording(write(tmp_path / "job.npz", contents))).verdict
+        verdict = judge_path(find_windows(read_recording(write(tmp_path / "job.npz", contents))).windows)
     except RecordingError:
         return
     assert not verdict.is_alarm

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_kernel, kind_of_note
+from rankscope.analysis.collective_kinds import CollectiveKind, kind_of_kernel, kind_of_note
 from rankscope.analysis.stats.robust import take_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.reader.trace_file import read_trace

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from rankscope.analysis.step_graph.clock_alignment import ClockShift
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.joins.join import join_traces
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto, nanoseconds
 from rankscope.analysis.traces.reader.trace_file import read_trace

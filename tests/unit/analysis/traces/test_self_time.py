@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
+from rankscope.analysis.step_graph.clock_alignment import Clocks, ClockShift
 from rankscope.analysis.traces.joins.channels import Calls, Channel
-from rankscope.analysis.traces.joins.clock_alignment import Clocks, ClockShift
 from rankscope.analysis.traces.joins.collective_matching import Matched
 from rankscope.analysis.traces.joins.self_time import Arrivals, find_arrivals
 

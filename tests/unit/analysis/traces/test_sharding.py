@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.communication.parallelism_costs import Gathers, find_gathers
 from rankscope.analysis.traces.trace import Category

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_note
+from rankscope.analysis.collective_kinds import CollectiveKind, kind_of_note
 from rankscope.analysis.stats.robust import Ints
 from rankscope.common.text import printable
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.flight_recorder.catalog import Catalog, Group, Operation
 from rankscope.analysis.collectives.flight_recorder.dump import Dump, State
 from rankscope.analysis.collectives.flight_recorder.records import Absence, Position, Records
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.flight_recorder.catalog import Catalog, Group, Operation
 from rankscope.analysis.collectives.flight_recorder.dump import Dump, State
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints
 
 _DEFAULT_GROUP = "default_pg"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind, size_bytes
+from rankscope.analysis.collective_kinds import CollectiveKind, size_bytes
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, occurrence, rows_of_groups
 from rankscope.analysis.traces.breakdown import occupy_host
 from rankscope.analysis.traces.communication.host_calls import CallMetadata, find_calls, find_transfers, name_kinds

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind, kind_of_host_operator
 from rankscope.analysis.collectives.alpha_beta import Fit, Observations, fit_collectives
-from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_host_operator
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, nest, total, union

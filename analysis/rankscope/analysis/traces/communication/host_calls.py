@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import (
+from rankscope.analysis.collective_kinds import (
     CollectiveKind,
     annotated_backend,
     annotated_peer,

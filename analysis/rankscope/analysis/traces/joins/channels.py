@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
 from rankscope.analysis.traces.communication.collectives import Collectives
 from rankscope.analysis.traces.trace import Trace

@@ -12,8 +12,9 @@ from enum import Enum
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import LEFT_TOGETHER, CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence, rows_of_groups, take_rows
+from rankscope.analysis.step_graph.clock_alignment import SharedEnds
 from rankscope.analysis.traces.joins.channels import Calls, Channel
 
 # Shifts are tried this far around those suggested by starts, ends and clocks, on this many calls each.
@@ -32,14 +33,6 @@ VOTES_NEEDED = 3
 VOTES_NEEDED_RATIO = 0.3
 PAIRS_TRIED = 4_000_000
 KEPT_RATIO = 0.8  # of the differences, when computing the spread
-# All ranks leave these together: none is done before all have entered.
-_TOGETHER = (
-    CollectiveKind.ALL_REDUCE,
-    CollectiveKind.ALL_GATHER,
-    CollectiveKind.REDUCE_SCATTER,
-    CollectiveKind.ALL_TO_ALL,
-    CollectiveKind.BARRIER,
-)
 
 
 @dataclass(frozen=True)
@@ -58,6 +51,10 @@ class Matched:
     @property
     def count(self) -> int:
         return len(self.channel)
+
+    @property
+    def ends(self) -> SharedEnds:
+        return SharedEnds(self.collective, self.calls.rank, self.calls.end_ns, self.together[self.collective])
 
     def keep(self, collectives: Bools) -> Matched:
         """A selection of the collectives, renumbered."""
@@ -195,7 +192,7 @@ def _keep_consistent(calls: Calls, number: Ints, notes: list[str]) -> Matched:
     if unlike:
         notes.append(f"{unlike} numbered collectives differ in kind or size between ranks; excluded")
     kind = members.kind[first]
-    matched = Matched(collective, members, channel, kind, np.isin(kind, _TOGETHER), calls.channels, tuple(notes))
+    matched = Matched(collective, members, channel, kind, np.isin(kind, LEFT_TOGETHER), calls.channels, tuple(notes))
     return matched.keep(common & alike & ~shared)
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups, take_rows
+from rankscope.analysis.step_graph.clock_alignment import Clocks, align
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
-from rankscope.analysis.traces.joins.clock_alignment import Clocks, align
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
 from rankscope.analysis.traces.joins.comparison import RankExcess, compare_ranks
 from rankscope.analysis.traces.joins.self_time import Arrivals, StepTimes, find_arrivals, measure_steps
@@ -84,14 +84,14 @@ def join_traces(
     ranks = sorted(traces)
     calls = gather_calls(traces, collectives)
     matched = match_calls(calls, step_numbers(calls, traces, collectives))
-    clocks = align(matched, ranks)
+    clocks = align(matched.ends, ranks)
     arrivals = find_arrivals(matched, clocks)
     impossible = int((~arrivals.possible).sum())
     notes = list(matched.notes)
     if impossible:
         notes.append(f"{impossible} matches are impossible (one rank left before another arrived); excluded")
         matched = matched.keep(arrivals.possible)
-        clocks = align(matched, ranks)
+        clocks = align(matched.ends, ranks)
         arrivals = find_arrivals(matched, clocks)
     if breakdowns is None:
         breakdowns = {rank: break_down(trace) for rank, trace in traces.items()}

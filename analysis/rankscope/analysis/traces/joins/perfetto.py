@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from rankscope.analysis.traces.joins.clock_alignment import ClockShift
+from rankscope.analysis.step_graph.clock_alignment import ClockShift
 from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, blocks_of, inflate
 from rankscope.analysis.traces.reader.trace_file import skip_to_events
 from rankscope.analysis.traces.trace import Repairs

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
+from rankscope.analysis.step_graph.clock_alignment import Clocks
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import covered_until, difference, union
-from rankscope.analysis.traces.joins.clock_alignment import Clocks
 from rankscope.analysis.traces.joins.collective_matching import Matched
 from rankscope.analysis.traces.trace import Trace
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.flight_recorder.catalog import Catalog, DumpError
 from rankscope.analysis.collectives.flight_recorder.dump import Dump, State, read_dump
-from rankscope.analysis.collectives.kinds import CollectiveKind
 from tests.unit.analysis.collectives.flight_recorder.made_dumps import (
     LAYOUTS,
     as_json,

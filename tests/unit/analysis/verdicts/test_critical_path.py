@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rankscope.analysis.step_graph.path_windows import PathReport, report_path
+from rankscope.analysis.step_graph.path_windows import PathWindows, find_windows
 from rankscope.analysis.step_graph.recording import read_recording
-from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.analysis.verdicts.critical_path import judge_path
+from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from tests.support.step_programs import Fault, Layout, play
 
 RECORDINGS = Path(__file__).parents[3] / "data" / "nccl"
@@ -32,64 +33,77 @@ HEALTHY_TWINS: tuple[dict[str, Any], ...] = (
 )
 
 
-def report(layout: Layout) -> PathReport:
-    return report_path(play(layout))
+def judged(layout: Layout) -> Verdict:
+    return judge_path(find_windows(play(layout)).windows)
+
+
+def seconds(layout: Layout) -> float:
+    """What all windows together take."""
+    return sum(window.step_seconds for window in find_windows(play(layout)).windows)
 
 
 @MANY
 @pytest.mark.parametrize("twin", HEALTHY_TWINS, ids=["even", "last stage", "uneven data", "one long step"])
 def test_nobody_is_named_in_a_healthy_job(layout: Layout, twin: dict[str, Any]) -> None:
-    verdict = report(replace(layout, **twin)).verdict
+    verdict = judged(replace(layout, **twin))
     assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
 
 
 @MANY
 def test_a_slow_rank_is_named_with_what_it_costs(layout: Layout) -> None:
     rank = layout.world // 2
-    slow = report(replace(layout, faults=(Fault(rank, 2_000_000),)))
-    assert (slow.verdict.kind, slow.verdict.culprits) == (Kind.SLOW_RANK, (rank,))
-    usual, real = (sum(window.step_seconds for window in found.windows) for found in (report(layout), slow))
-    assert slow.verdict.impact_ratio == pytest.approx(1 - usual / real, abs=0.05)
+    slow = replace(layout, faults=(Fault(rank, 2_000_000),))
+    verdict = judged(slow)
+    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (rank,))
+    assert verdict.impact_ratio == pytest.approx(1 - seconds(layout) / seconds(slow), abs=0.05)
 
 
 @pytest.mark.parametrize("layout", [Layout(data=4), Layout(pipeline=2, data=2)], ids=["dp4", "pp2 dp2"])
 def test_a_rank_slow_in_every_10th_step_is_named(layout: Layout) -> None:
     fault = Fault(2, 15_000_000, every=10)
-    assert report(replace(layout, faults=(fault,), steps=200)).verdict.culprits == (2,)
+    assert judged(replace(layout, faults=(fault,), steps=200)).culprits == (2,)
 
 
 def test_two_slow_ranks_are_named() -> None:
     """Either alone would bring back nothing: the step would wait for the other."""
     faults = (Fault(1, 2_000_000), Fault(6, 2_000_000))
-    assert report(Layout(data=8, faults=faults)).verdict.culprits == (1, 6)
+    assert judged(Layout(data=8, faults=faults)).culprits == (1, 6)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 6])
 def test_the_unlucky_rank_of_uneven_data_is_not_named(seed: int) -> None:
     """Every rank costs something; these are the seeds in which one cost most over several windows."""
-    verdict = report(Layout(data=8, uneven=0.5, steps=100, seed=seed)).verdict
+    verdict = judged(Layout(data=8, uneven=0.5, steps=100, seed=seed))
     assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=4), Layout(data=4, steps=30)], ids=["no peers", "few steps"])
 def test_what_cannot_be_compared_is_not_called_healthy(layout: Layout) -> None:
-    assert report(layout).verdict.kind is Kind.INSUFFICIENT_DATA
+    assert judged(layout).kind is Kind.INSUFFICIENT_DATA
 
 
 # Megatron-LM, pipeline 2 x data 2, on four ranks of one GPU; eight of 16 steps have no records.
 
 
+def read(name: str) -> PathWindows:
+    return find_windows(read_recording(RECORDINGS / name))
+
+
 def test_a_healthy_real_job_is_healthy() -> None:
     """One step of rank 0 was 300 ms longer."""
-    healthy = report_path(read_recording(RECORDINGS / "pp2_dp2_healthy.npz"))
-    assert (healthy.verdict.kind, healthy.verdict.culprits) == (Kind.HEALTHY, ())
-    assert healthy.stages == (0, 0, 1, 1) and healthy.lonely == 0 and len(healthy.windows) >= 15
+    path = read("pp2_dp2_healthy.npz")
+    verdict = judge_path(path.windows)
+    assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
+    assert path.stages == (0, 0, 1, 1) and path.lonely == 0 and len(path.windows) >= 15
 
 
 def test_the_late_host_of_a_real_job_is_named() -> None:
     """Rank 2's host is late by 15 ms a layer from about step 120 on: a step of 88 ms becomes one of 340 ms."""
-    slow = report_path(read_recording(RECORDINGS / "pp2_dp2_late_host.npz"))
-    assert (slow.verdict.kind, slow.verdict.culprits) == (Kind.SLOW_RANK, (2,))
-    assert slow.verdict.impact_ratio == pytest.approx(1 - 88 / 340, abs=0.05)
-    before = [window for window in slow.windows if window.last_step < 119]
+    path = read("pp2_dp2_late_host.npz")
+    verdict = judge_path(path.windows)
+    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (2,))
+    assert verdict.impact_ratio == pytest.approx(1 - 88 / 340, abs=0.05)
+    before = [window for window in path.windows if window.steps[-1] < 119]
     assert max(float(window.returns.max()) for window in before) < 0.05
+    late = [float(window.issued_late_share[2]) for window in path.windows if window.steps[0] > 130]
+    assert min(late) > 0.8, "the host issues the operations late"

@@ -44,6 +44,15 @@ class CollectiveKind(IntEnum):
         return self.name.lower()
 
 
+# All ranks leave these together: none is done before all have entered.
+LEFT_TOGETHER = (
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_TO_ALL,
+    CollectiveKind.BARRIER,
+)
+
 # Compared after removing everything but letters. Longer words precede the words they contain.
 _WORDS: tuple[tuple[str, CollectiveKind], ...] = (
     ("barrier", CollectiveKind.BARRIER),  # NCCL builds it from an all-reduce and may name it so

@@ -8,8 +8,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, Ints, grouped_median, number_groups
-from rankscope.analysis.traces.joins.collective_matching import Matched
+from rankscope.analysis.stats.robust import (
+    MAD_TO_SIGMA,
+    Bools,
+    Floats,
+    Ints,
+    grouped_median,
+    number_groups,
+    rows_of_groups,
+)
 
 ROUNDS = 30
 SETTLED_NS = 50.0
@@ -18,6 +25,16 @@ DRIFT_SPAN_NS = 200_000_000
 DRIFT_COLLECTIVES = 16
 MAX_DRIFT_RATIO = 1e-3
 DRIFT_TO_NOISE = 3.0
+
+
+@dataclass(frozen=True)
+class SharedEnds:
+    """The ends of operations in which ranks meet, a row per rank and meeting."""
+
+    meeting: Ints
+    rank: Ints
+    end_ns: Ints
+    is_together: Bools  # all ranks leave the meeting at the same time
 
 
 @dataclass(frozen=True)
@@ -50,30 +67,30 @@ class Clocks:
         return np.asarray(time_ns + offset + np.rint(drift * (time_ns - origin)).astype(np.int64))
 
 
-def align(matched: Matched, ranks: list[int]) -> Clocks:
+def align(ends: SharedEnds, ranks: list[int]) -> Clocks:
     """The lowest rank of each set of ranks that can be aligned keeps its clock."""
-    index = np.searchsorted(np.array(ranks, dtype=np.int64), matched.calls.rank)
-    end = matched.calls.end_ns
+    index = np.searchsorted(np.array(ranks, dtype=np.int64), ends.rank)
+    meeting, end, tight = ends.meeting, ends.end_ns, ends.is_together
     origin = int(end.min()) if len(end) else 0
     offset = np.zeros(len(ranks), dtype=np.int64)
-    tight = matched.together[matched.collective]
     component = np.arange(len(ranks))
     # Collectives with a root and transfers of pairs end at different times: used only if nothing better links the
     # ranks.
     for rows in (tight, ~tight):
-        offset, component = _link(matched.collective[rows], index[rows], end[rows], offset, component)
+        offset, component = _link(meeting[rows], index[rows], end[rows], offset, component)
     # Float is exact enough from here on: all times lie within the capture.
     moved = (end + offset[index] - origin).astype(np.float64)
     fitted = _Fit(np.zeros(len(ranks)), np.zeros(len(ranks)))
     middle = float(np.median(moved)) if len(moved) else 0.0
     if tight.any():
-        sample = _Sample(matched.collective[tight], index[tight], moved[tight], middle)
+        sample = _Sample.of(meeting[tight], index[tight], moved[tight], middle)
         fitted = _settle(sample, fitted, drifting=np.zeros(len(ranks), dtype=bool))
         drifting = _drifting(sample, fitted)
         if drifting.any():
             fitted = _settle(sample, fitted, drifting)
         fitted = _anchor(fitted, component)
-    residual = _residual(matched, index, moved, middle, fitted, tight if tight.any() else ~tight)
+    used = tight if tight.any() else ~tight
+    residual = _residual(_Sample.of(meeting[used], index[used], moved[used], middle), fitted)
     shifts = {}
     for position, rank in enumerate(ranks):
         own_origin = round(middle) + origin - int(offset[position])
@@ -88,11 +105,11 @@ def _link(collective: Ints, index: Ints, end: Ints, offset: Ints, component: Int
     offset, component = offset.copy(), component.copy()
     order = np.argsort(collective, kind="stable")
     collective, index, end = collective[order], index[order], end[order]
-    edges = _edges(collective, index)
-    for left, right, _ in edges:
+    rows = rows_of_groups(index, len(offset))
+    for left, right, _ in _edges(collective, index):
         if component[left] == component[right]:
             continue
-        here, there = index == left, index == right
+        here, there = rows[left], rows[right]
         common, at_left, at_right = np.intersect1d(collective[here], collective[there], return_indices=True)
         if not len(common):
             continue
@@ -132,18 +149,22 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Ends of collectives that all ranks leave together."""
+    """Ends of meetings, which have numbers from 0."""
 
-    collective: Ints
+    meeting: Ints
+    count: int
     index: Ints
     time: Floats
     middle: float
 
+    @classmethod
+    def of(cls, meeting: Ints, index: Ints, time: Floats, middle: float) -> _Sample:
+        return cls(*number_groups(meeting), index, time, middle)
+
     def deviation(self, fit: _Fit) -> Floats:
-        """Of each end from the median of its collective."""
+        """Of each end from the median of its meeting."""
         own = self.time + fit.offset[self.index] + fit.slope[self.index] * (self.time - self.middle)
-        numbers, count = number_groups(self.collective)
-        return own - grouped_median(own, numbers, count)[numbers]
+        return own - grouped_median(own, self.meeting, self.count)[self.meeting]
 
 
 def _settle(sample: _Sample, fit: _Fit, drifting: Bools) -> _Fit:
@@ -165,8 +186,7 @@ def _slopes(sample: _Sample, deviation: Floats, count: int) -> Floats:
     """Per rank, the slope of its deviation over time: the median slope between calls half a capture apart (after
     Theil and Sen)."""
     slopes = np.zeros(count)
-    for rank in range(count):
-        rows = np.flatnonzero(sample.index == rank)
+    for rank, rows in enumerate(rows_of_groups(sample.index, count)):
         if len(rows) < DRIFT_COLLECTIVES:
             continue
         rows = rows[np.argsort(sample.time[rows], kind="stable")]
@@ -203,13 +223,11 @@ def _anchor(fit: _Fit, component: Ints) -> _Fit:
     return _Fit(fit.offset - fit.offset[first], fit.slope - fit.slope[first])
 
 
-def _residual(matched: Matched, index: Ints, moved: Floats, middle: float, fit: _Fit, used: Bools) -> float | None:
-    if not used.any():
+def _residual(sample: _Sample, fit: _Fit) -> float | None:
+    if not len(sample.time):
         return None
-    sample = _Sample(matched.collective[used], index[used], moved[used], middle)
     deviation = sample.deviation(fit)
-    numbers, count = number_groups(sample.collective)
-    size = np.bincount(numbers, minlength=count)[numbers]
+    size = np.bincount(sample.meeting, minlength=sample.count)[sample.meeting]
     # The median of a few values lies among them: two values are twice as far apart as each deviates.
     corrected = np.abs(deviation) * np.sqrt(size / np.maximum(size - 1, 1))
     return float(MAD_TO_SIGMA * np.median(corrected)) / 1000

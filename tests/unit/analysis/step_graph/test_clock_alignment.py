@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.traces.joins.clock_alignment import align
+from rankscope.analysis.step_graph.clock_alignment import align
 from tests.unit.analysis.traces.planted_jobs import PlantedJob
 
 HOUR_US = 3.6e9
@@ -76,5 +76,5 @@ def test_a_few_wild_ends_move_no_clock() -> None:
     calls = found.matched.calls
     ends = calls.end_ns.copy()
     ends[np.flatnonzero(calls.rank == 1)[:6]] += 50_000_000
-    clocks = align(replace(found.matched, calls=replace(calls, end_ns=ends)), [0, 1, 2])
+    clocks = align(replace(found.matched.ends, end_ns=ends), [0, 1, 2])
     assert [shift.offset_ns for shift in clocks.shifts.values()] == [0, 0, 0]

@@ -1,0 +1,228 @@
+"""Slow ranks by the critical path: who holds up the others, window by window, while a job runs or from a recording."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median, mode
+from typing import NamedTuple
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, take_rows
+from rankscope.analysis.step_graph.graph import StepGraph
+from rankscope.analysis.step_graph.operations import Operations
+from rankscope.analysis.step_graph.past_work import PastWork
+from rankscope.analysis.step_graph.path_windows import MIN_WINDOW_STEPS, PathWindow, find_windows
+from rankscope.analysis.step_graph.roles import find_stages
+from rankscope.analysis.step_graph.window_operations import RankOperations, join
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, ranks
+from rankscope.analysis.verdicts.windows import JobWindow
+
+# Losses are compared over the windows since a rank became slow, but not over more than these.
+MAX_WINDOWS = 30
+MAX_STAGES = 5  # of a rank, of which the most frequent counts
+# Operations of a job that wait until all ranks have sent the same steps.
+MAX_PENDING_ROWS = 1 << 20
+# A window has at most so many rows, or a few more steps; a larger job is judged by sums.
+MAX_WINDOW_ROWS = 1 << 15
+MAX_JOB_ROWS = 1 << 18
+# What judging a row takes, and the share of a CPU that a job may take for it.
+ROW_SECONDS = 2e-5
+CPU_SHARE = 0.1
+MAX_REST_SECONDS = 60.0
+# So many windows may pass without a judgement, or so many times the longest gap until now.
+PATIENCE = 15
+PATIENT_GAPS = 3
+
+
+class PathFinding(NamedTuple):
+    """What one more window shows. Columns are by rank, as in the window."""
+
+    window: PathWindow
+    slow: Bools  # costs enough in this window, and clearly more than the peers since it became slow
+    lingering: Bools  # not slow, but not clearly back either
+
+
+class PathHistory:
+    """Which ranks are slow, as far as the windows up to now show."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._windows: deque[PathWindow] = deque(maxlen=MAX_WINDOWS)
+        self._slow: deque[Bools] = deque(maxlen=MAX_WINDOWS)
+
+    def add(self, window: PathWindow) -> PathFinding:
+        if self._windows and not np.array_equal(self._windows[-1].ranks, window.ranks):
+            self._windows.clear()
+            self._slow.clear()
+        returns = window.returns
+        self._windows.append(window)
+        self._slow.append(returns >= FIXED.path_impact_ratio)
+        slow = np.zeros(len(window.ranks), dtype=bool)
+        for rank in np.flatnonzero(self._slow[-1]).tolist():
+            losses = np.concatenate([one.losses_ns for one in self._since_slow(rank)])
+            slow[rank] = _stands_out(losses, rank, window.stages)
+        lingering = returns >= self._policy.hysteresis * FIXED.path_impact_ratio
+        return PathFinding(window, slow, lingering & ~slow)
+
+    def _since_slow(self, rank: int) -> list[PathWindow]:
+        """The windows from the first in which the rank was slow, without a long pause since."""
+        first = pause = 0
+        for back, slow in enumerate(reversed(self._slow)):
+            pause = 0 if slow[rank] else pause + 1
+            first = first if pause else back
+            if pause > self._policy.windows_kept:
+                break
+        return list(self._windows)[len(self._windows) - 1 - first :]
+
+
+def _stands_out(losses: Floats, rank: int, stages: Ints) -> bool:
+    """Whether a rank costs more than its peers beyond chance: where data is uneven, each of them is last at times."""
+    is_peer = (stages == stages[rank]) & ~np.isnan(losses).all(axis=0)
+    is_peer[rank] = False
+    known = np.nan_to_num(losses)
+    usual = np.maximum(known[:, is_peer].mean(axis=0), 0.0)
+    beyond = known[:, rank] - (float(np.median(usual)) if len(usual) else 0.0)
+    mean, error = float(known[:, rank].mean()), float(beyond.std(ddof=1)) / np.sqrt(len(beyond))
+    is_odd = not len(usual) or mean >= FIXED.path_peers_ratio * float(np.median(usual))
+    return is_odd and bool(beyond.mean() >= FIXED.path_score * error)
+
+
+def judge_path(windows: Sequence[PathWindow], policy: Policy = DEFAULT_POLICY) -> Verdict:
+    """The ranks that were slow in enough windows of a row."""
+    needed = policy.windows_for_alarm
+    if len(windows) < needed:
+        return Verdict(Kind.INSUFFICIENT_DATA, f"{len(windows)} windows of whole steps; a verdict needs {needed}")
+    compared = median_or_nan(np.array([window.compared for window in windows]))
+    if not compared >= FIXED.path_compared_share:
+        return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
+    history = PathHistory(policy)
+    slow = np.array([history.add(window).slow for window in windows])
+    last = range(needed, len(windows) + 1)
+    counts = np.array([slow[max(0, end - policy.windows_kept) : end].sum(axis=0) for end in last])
+    culprits = np.flatnonzero((counts >= needed).any(axis=0))
+    if not len(culprits):
+        return Verdict(Kind.HEALTHY, "no rank holds up the others on the critical path")
+    during = np.flatnonzero(slow[:, culprits].any(axis=1))
+    shown = windows[int(during[0]) : int(during[-1]) + 1]
+    lost = sum(float(np.nan_to_num(window.losses_ns)[:, culprits].sum()) for window in shown)
+    impact = lost / sum(float(window.step_ns.sum()) for window in shown)
+    names = tuple(windows[0].ranks[culprits].tolist())
+    reason = (
+        f"{impact:.0%} of the time of steps {shown[0].steps[0]:,} to {shown[-1].steps[-1]:,} would come back if "
+        f"{ranks(names)} worked as the peers"
+    )
+    return Verdict(Kind.SLOW_RANK, reason, Severity.ALARM, culprits=names, impact_ratio=impact)
+
+
+def too_little_compared(share: float) -> str:
+    return f"only {share:.0%} of the work on the critical path can be compared with that of a peer"
+
+
+class LivePath:
+    """The critical path of a job while it runs: takes the operations of windows as they come, and judges whenever all
+    ranks have sent a few more steps."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._history = PathHistory(policy)
+        self._compared: deque[float] = deque(maxlen=policy.windows_kept)
+        self._parts: dict[int, list[RankOperations]] = {}
+        self._stages: dict[int, deque[int]] = {}
+        self._past = PastWork()
+        self._judged = -1  # the last step that was in a window
+        self._is_fed = False
+        self._missed = 0  # windows without a judgement
+        self._patience = PATIENCE
+        self._rested_unix_seconds = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Operations arrive, and are enough to judge by."""
+        return self._is_fed and self._missed <= self._patience
+
+    @property
+    def stages(self) -> dict[int, int]:
+        """The pipeline stage of each rank, as most of the last windows show; empty before the first one."""
+        return {rank: mode(reversed(stages)) for rank, stages in self._stages.items()}
+
+    def add(self, window: JobWindow) -> None:
+        """Looks at one rank only until there are operations: most jobs have none."""
+        if not self._is_fed and not window.operations(True):
+            return
+        self._is_fed = True
+        for part in window.operations(False):
+            if part.size:
+                self._parts.setdefault(part.rank, []).append(part)
+        if sum(part.size for parts in self._parts.values() for part in parts) > MAX_PENDING_ROWS:
+            self._parts.clear()
+
+    def with_stages(self, window: JobWindow) -> JobWindow:
+        """With the stages that the operations show, where the program declares none."""
+        columns, stages = window.columns, self.stages
+        ranks = columns.rank.tolist()
+        if not stages or (columns.stage >= 0).any() or any(rank not in stages for rank in ranks):
+            return window
+        stage = np.array([stages[rank] for rank in ranks], dtype=np.int64)
+        return replace(window, columns=replace(columns, stage=stage))
+
+    def take(self, window: JobWindow) -> PathFinding | Verdict | None:
+        """What the steps since the last call show; None until all ranks have sent enough of them."""
+        judged = self._window(window)
+        if judged is None:
+            self._missed += 1
+            return None
+        self._patience = max(self._patience, PATIENT_GAPS * self._missed)
+        self._missed = 0
+        self._compared.append(judged.compared)
+        compared = median(self._compared)
+        if compared < FIXED.path_compared_share:
+            return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
+        return self._history.add(judged)
+
+    def _window(self, window: JobWindow) -> PathWindow | None:
+        ranks = window.columns.rank.tolist()
+        if window.end_unix_seconds < self._rested_unix_seconds or not all(self._parts.get(rank) for rank in ranks):
+            return None
+        complete = min(self._parts[rank][-1].last_step for rank in ranks)
+        if complete < self._judged + MIN_WINDOW_STEPS:
+            return None
+        rows = join([part for rank in ranks for part in self._parts[rank]])
+        rows = _whole_steps(rows, len(ranks), self._judged, complete)
+        rest_seconds = min(len(rows) * ROW_SECONDS / CPU_SHARE, MAX_REST_SECONDS)
+        self._rested_unix_seconds = window.end_unix_seconds + rest_seconds
+        windows = find_windows(rows, None, self._vote, self._past).windows
+        if not windows:
+            return None
+        self._judged = complete
+        self._drop(complete)
+        return windows[0]
+
+    def _drop(self, before: int) -> None:
+        self._parts = {
+            rank: [part for part in parts if part.last_step >= before] for rank, parts in self._parts.items()
+        }
+
+    def _vote(self, graph: StepGraph) -> dict[int, int]:
+        seen = find_stages(graph)
+        if seen.keys() != self._stages.keys():
+            self._stages = {rank: deque(maxlen=MAX_STAGES) for rank in seen}
+        for rank, stage in seen.items():
+            self._stages[rank].append(stage)
+        return self.stages
+
+
+def _whole_steps(operations: Operations, world_size: int, first: int, last: int) -> Operations:
+    """The operations of the steps that all ranks have sent."""
+    wanted = take_rows(operations, (operations.step >= first) & (operations.step <= last))
+    number, count = number_groups(wanted.step, wanted.rank)
+    sent = np.zeros(count, dtype=np.int64)
+    sent[number] = wanted.step
+    steps, ranks_of_step = np.unique(sent, return_counts=True)
+    steps = steps[ranks_of_step == world_size]
+    most = max(2 * MIN_WINDOW_STEPS, MAX_WINDOW_ROWS * len(steps) // max(len(wanted), 1))
+    rows = take_rows(wanted, np.isin(wanted.step, steps[-most:]))
+    return rows if len(rows) <= MAX_JOB_ROWS else take_rows(rows, slice(0))

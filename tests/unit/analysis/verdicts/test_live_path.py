@@ -1,0 +1,143 @@
+"""Verdicts on jobs whose ranks have different roles, window by window, as the detector gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankscope.analysis.stats.robust import take_rows
+from rankscope.analysis.step_graph.operations import Operations
+from rankscope.analysis.step_graph.recording import read_recording
+from rankscope.analysis.verdicts.detector import FleetDetector
+from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import JobWindow, columns_of
+from tests.support.step_programs import Fault, Layout, packed, play
+
+WINDOW_NS = 1_000_000_000
+RECORDINGS = Path(__file__).parents[3] / "data" / "nccl"
+LAYOUTS = {
+    "tp2 pp2": Layout(tensor=2, pipeline=2, steps=150),
+    "pp2 dp2": Layout(pipeline=2, data=2, steps=150),
+    "tp2 pp2 dp2": Layout(tensor=2, pipeline=2, data=2, steps=120),
+    "pairs": Layout(pipeline=3, data=2, pairs=True, steps=120),
+}
+MANY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+
+
+def windows(operations: Operations) -> Iterator[JobWindow]:
+    """What the daemons of a job would send: every step is in the window in which it ends."""
+    steps = np.unique(operations.step)
+    ends = np.array([operations.stop_ns[operations.step == step].max() for step in steps])
+    begins = np.array([operations.start_ns[operations.step == step].min() for step in steps])
+    for number in range(int(begins[0] // WINDOW_NS), int(ends[-1] // WINDOW_NS)):
+        inside = ends // WINDOW_NS == number
+        if inside.any():
+            rows = take_rows(operations, np.isin(operations.step, steps[inside]))
+            yield window(rows, float((ends - begins)[inside].mean()) / 1e9, number)
+
+
+def window(rows: Operations, step_seconds: float, number: int) -> JobWindow:
+    steps = np.unique(rows.step)
+    sent, columns = [], []
+    for rank in rows.ranks:
+        mine = take_rows(rows, rows.rank == rank)
+        waited = float((mine.stop_ns - mine.start_ns).sum()) / 1e9 / len(steps)
+        columns.append(
+            {
+                "rank": rank,
+                "steps": len(steps),
+                "self_steps": len(steps),
+                "step_seconds": step_seconds,
+                "wait_seconds": min(waited, step_seconds),
+                "self_seconds": max(step_seconds - waited, 0.0),
+                "host_seconds": 0.9 * step_seconds,
+                "transfer_seconds": 0.001,
+                "self_spread_ratio": 1.5,
+            }
+        )
+        sent.append(packed(mine, rank, gpu_ns=17_000_000 * rank))
+    return JobWindow(
+        float(number + 1),
+        1.0,
+        len(rows.ranks),
+        columns_of(columns),
+        operations=lambda is_sample: sent[: 1 if is_sample else None],
+    )
+
+
+def verdicts(operations: Operations) -> list[Verdict]:
+    detector = FleetDetector()
+    return [detector.evaluate({"job": one})["job"] for one in windows(operations)]
+
+
+@MANY
+def test_a_healthy_job_raises_nothing(layout: Layout) -> None:
+    """Its last stage has more to do, and sums of waiting differ by stage."""
+    given = verdicts(play(replace(layout, last_stage_ns=6_000_000)))
+    assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
+    assert given[-1].kind is Kind.HEALTHY
+
+
+@MANY
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_the_slow_rank_is_named_with_its_cost_and_bound(layout: Layout, on_device: bool) -> None:
+    rank = layout.world // 2
+    slow = replace(layout, faults=(Fault(rank, 4_000_000, on_device=on_device),))
+    given = verdicts(play(slow))
+    assert {one.culprits for one in given} == {(), (rank,)}, "nobody else is ever named"
+    last = given[-1]
+    assert (last.kind, last.severity, last.culprits) == (Kind.SLOW_RANK, Severity.ALARM, (rank,))
+    assert last.cause.bound == (DEVICE if on_device else HOST)
+    usual, real = (float(play(one).stop_ns.max()) / one.steps for one in (layout, slow))
+    assert last.impact_ratio == pytest.approx(1 - usual / real, abs=0.07)
+
+
+PIPELINE = Layout(pipeline=4, micro_batches=8, steps=160)
+
+
+def test_a_rank_without_peers_is_compared_with_its_own_past() -> None:
+    slow = replace(PIPELINE, faults=(Fault(2, 4_000_000, first_step=60),))
+    given = verdicts(play(slow))
+    assert {one.culprits for one in given} == {(), (2,)}
+    assert (given[-1].kind, given[-1].cause.bound) == (Kind.SLOW_RANK, HOST)
+    usual, real = (
+        float(play(one).stop_ns.max()) / one.steps for one in (PIPELINE, replace(slow, faults=(Fault(2, 4_000_000),)))
+    )
+    assert given[-1].impact_ratio == pytest.approx(1 - usual / real, abs=0.07)
+
+
+def test_longer_steps_of_all_ranks_are_no_fault_of_one() -> None:
+    faults = tuple(Fault(rank, 3_000_000, first_step=60) for rank in range(4))
+    given = verdicts(play(replace(PIPELINE, faults=faults)))
+    assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
+
+
+# Megatron-LM on ranks of one H200; in the faulty jobs, rank 2 is slow in every layer from some step on.
+HEALTHY = ("pp2_dp2_healthy", "pp4_interleaved_healthy", "ep2_healthy")
+FAULTY = {
+    "pp2_dp2_late_host": (HOST, 88, 340),
+    "pp4_late_host": (HOST, 235, 480),
+    "tp2_pp2_slow_gpu": (DEVICE, 240, 356),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_real_healthy_job_raises_nothing(name: str) -> None:
+    given = verdicts(read_recording(RECORDINGS / f"{name}.npz"))
+    assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
+    assert given[-1].kind is Kind.HEALTHY
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_slow_rank_of_a_real_job_is_named(name: str) -> None:
+    """The milliseconds are the job's own iterations, before and after."""
+    bound, usual, slow = FAULTY[name]
+    given = verdicts(read_recording(RECORDINGS / f"{name}.npz"))
+    assert {one.culprits for one in given} == {(), (2,)}
+    last = given[-1]
+    assert (last.kind, last.severity, last.cause.bound) == (Kind.SLOW_RANK, Severity.ALARM, bound)
+    assert last.impact_ratio == pytest.approx(1 - usual / slow, abs=0.1)
