@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, within eight minutes; see README.md beside this.
 #   benchmarks/gpu/everything.sh [--dry] [PART …]     --dry: without a GPU, to try the scripts themselves
 # Parts: counters and captures, which is the default; aftermath, which alone takes over six minutes; verdicts (12 minutes for
-# the whole matrix twice), hangs, bandwidth, plugin_cost, remedies, overhead and compile. Results go to $OUT (gpu-results), a table per part to the terminal. A
+# the whole matrix twice), foreign (needs gpu-foreign/, see README.md), hangs, bandwidth, plugin_cost, remedies, overhead and compile. Results go to $OUT (gpu-results), a table per part to the terminal. A
 # part that fails or hangs does not keep the others.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -16,8 +16,10 @@ VERDICTS_SECONDS=${VERDICTS_SECONDS:-840}
 OVERHEAD_SECONDS=${OVERHEAD_SECONDS:-270}
 COMPILE_SECONDS=${COMPILE_SECONDS:-240}
 HANGS_SECONDS=${HANGS_SECONDS:-300}
+FOREIGN_SECONDS=${FOREIGN_SECONDS:-560}
 captures_flags=() counters_flags=(${COUNTERS_FLAGS:-}) aftermath_flags=()
 verdicts_flags=(${VERDICTS_FLAGS:---repeat 2 --parallel 2}) overhead_flags=(${OVERHEAD_FLAGS:-}) compile_flags=(${COMPILE_FLAGS:-}) hangs_flags=() remedies_flags=(${REMEDIES_FLAGS:-})
+foreign_flags=(${FOREIGN_FLAGS:-})
 if [ "${1:-}" = --dry ]; then
     shift
     captures_flags+=(--cpu)
@@ -28,11 +30,12 @@ if [ "${1:-}" = --dry ]; then
     compile_flags+=(--cpu)
     hangs_flags+=(--cpu)
     remedies_flags+=(--cpu)
+    foreign_flags+=(--cpu)
 fi
 parts=("$@")
 [ $# -gt 0 ] || parts=(counters captures)
 for name in "${parts[@]}"; do
-    case $name in counters|captures|aftermath|verdicts|hangs|bandwidth|plugin_cost|remedies|overhead|compile) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
+    case $name in counters|captures|aftermath|verdicts|foreign|hangs|bandwidth|plugin_cost|remedies|overhead|compile) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
 done
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
@@ -76,6 +79,8 @@ for name in "${parts[@]}"; do
         aftermath) part aftermath "$AFTERMATH_SECONDS" benchmarks.gpu.aftermath "${aftermath_flags[@]}" ;;
         verdicts) rm -rf "$OUT/verdicts"
                   part verdicts "$VERDICTS_SECONDS" benchmarks.gpu.verdicts "${verdicts_flags[@]}" ;;
+        foreign) rm -rf "$OUT/foreign"
+                 part foreign "$FOREIGN_SECONDS" benchmarks.gpu.foreign "${foreign_flags[@]}" ;;
         hangs) rm -rf "$OUT/hangs"
                part hangs "$HANGS_SECONDS" benchmarks.gpu.hangs "${hangs_flags[@]}" ;;
         bandwidth) part bandwidth 120 benchmarks.gpu.bandwidth ;;

@@ -1,0 +1,193 @@
+"""Runs an unchanged training script as one rank of a job, slows one function on one rank, and ends the job in order.
+
+The fault begins some seconds after the first step and lasts to the end. The script ends by its own means: Megatron-LM
+by its time limit, whose start is moved, and nanoGPT by its number of iterations. A rank that is killed would take the
+GPU from all others (CUDA's multi-process service). `fault.json` in the folder says when the fault began."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.machinery
+import json
+import os
+import runpy
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+# Megatron-LM is told to end after so many minutes; the rest is in when it began.
+EXIT_MINUTES = 60
+# The ranks of nanoGPT agree on their last step through a file, so long before it.
+AHEAD_SECONDS, MIN_STEPS_AHEAD = 3.0, 4
+CYCLES_PER_MILLISECOND = 1_800_000  # of the GPU's clock
+
+
+class Session:
+    """Counts the steps of this rank, switches the fault on, and ends the script."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.is_slow = False
+        self._asked = asked
+        self._rank = int(os.environ["RANK"])
+        self._folder: Path = asked.folder
+        self._optimizer: object = None
+        self._steps = 0
+        self._began_at = self._fault_at = self._end_at = 0.0
+        self._has_begun = self._has_end = False
+
+    def step_ended(self, optimizer: object, *_: object) -> None:
+        """Called after `step` of any optimizer. The first one counts steps: a job may have several."""
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer:
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._begin()
+        if self._is_culprit and time.monotonic() >= self._fault_at:
+            self._switch()
+        if self._asked.trainer == "nanogpt" and not self._has_end:
+            self._end_nanogpt()
+
+    @property
+    def _is_culprit(self) -> bool:
+        return bool(self._asked.fault != "none" and self._rank == self._asked.rank)
+
+    def _begin(self) -> None:
+        self._began_at = time.monotonic()
+        self._fault_at, self._end_at = self._began_at + self._asked.after, self._began_at + self._asked.seconds
+        self._write(f"started-{self._rank}.json")
+        if self._asked.trainer == "megatron" and self._rank == 0:
+            # The other ranks follow: they agree on the end in every step.
+            training = sys.modules["megatron.training.training"]
+            training.__dict__["_TRAIN_START_TIME"] = time.time() + self._asked.seconds - 60 * EXIT_MINUTES
+
+    def _switch(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._write("fault.json")
+        self.is_slow = self._steps % self._asked.every == 0
+
+    def _end_nanogpt(self) -> None:
+        path = self._folder / "last-step"
+        now = time.monotonic()
+        if self._rank == 0 and now >= self._end_at - AHEAD_SECONDS:
+            step_seconds = (now - self._began_at) / self._steps
+            last = self._steps + MIN_STEPS_AHEAD + int(AHEAD_SECONDS / step_seconds)
+            path.with_suffix(".new").write_text(str(last))
+            path.with_suffix(".new").replace(path)
+        if path.exists():
+            self._has_end = True
+            sys.modules["__main__"].__dict__["max_iters"] = int(path.read_text())
+
+    def _write(self, name: str) -> None:
+        """Write the time, by both clocks, and the number of the step that has just ended."""
+        path = self._folder / name
+        times = {"unix_seconds": time.time(), "monotonic_ns": time.monotonic_ns(), "step": self._steps}
+        path.with_suffix(".new").write_text(json.dumps(times))
+        path.with_suffix(".new").replace(path)
+
+
+def hold_up_host(milliseconds: float) -> None:
+    time.sleep(milliseconds / 1000)
+
+
+def hold_up_gpu(milliseconds: float) -> None:
+    torch.cuda._sleep(int(milliseconds * CYCLES_PER_MILLISECOND))
+
+
+def slow_down(owner: Any, session: Session, hold_up: Callable[[], None]) -> None:
+    """Patch `forward` of a class."""
+    forward = owner.forward
+
+    @functools.wraps(forward)
+    def slow_forward(*arguments: Any, **keywords: Any) -> Any:
+        if session.is_slow:
+            hold_up()
+        return forward(*arguments, **keywords)
+
+    owner.forward = slow_forward
+
+
+def stand_in_for_apex() -> None:
+    """Provide the one function of Apex that sequence parallelism needs: Megatron-LM refuses torch's own LayerNorm."""
+
+    def layer_norm(values: Any, weight: Any, bias: Any, shape: Any, eps: float) -> Any:
+        return torch.nn.functional.layer_norm(values, shape, weight, bias, eps)
+
+    function = types.SimpleNamespace(forward=layer_norm, apply=layer_norm)
+    members: dict[str, dict[str, object]] = {
+        "apex": {},
+        "apex.normalization": {},
+        "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": function},
+    }
+    for name, contents in members.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__path__ = []
+        module.__dict__.update(contents)
+        sys.modules[name] = module
+
+
+def use_cpu() -> None:
+    """Let nanoGPT, which wants a GPU for each rank, run over gloo: to try the benchmark itself."""
+    parallel = torch.nn.parallel
+    plain = parallel.DistributedDataParallel
+    torch.set_num_threads(1)
+    changes: Any = {
+        (torch.cuda, "set_device"): lambda device: None,
+        (torch.Tensor, "pin_memory"): lambda self: self,
+        (torch.Tensor, "to"): lambda self, *arguments, **keywords: self,
+        (torch.nn.Module, "to"): lambda self, *arguments, **keywords: self,
+        (parallel, "DistributedDataParallel"): lambda model, device_ids: plain(model),
+    }
+    for (owner, name), value in changes.items():
+        setattr(owner, name, value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--trainer", choices=("megatron", "nanogpt"), required=True)
+    parser.add_argument("--script", type=Path, required=True)
+    parser.add_argument("--arguments", type=json.loads, required=True, help="of the script, as a JSON list")
+    parser.add_argument("--layer", required=True, help="MODULE:CLASS whose forward is slowed")
+    parser.add_argument("--fault", choices=("none", "host", "gpu"), default="none")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--milliseconds", type=float, default=15.0, help="of a call")
+    parser.add_argument("--every", type=int, default=1, help="steps from one slow step to the next")
+    parser.add_argument("--after", type=float, required=True, help="seconds from the first step to the fault")
+    parser.add_argument("--seconds", type=float, required=True, help="from the first step to the end")
+    parser.add_argument("--apex-stand-in", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    asked = parser.parse_args()
+
+    sys.path[0] = str(asked.script.parent)
+    os.chdir(asked.script.parent)
+    if asked.cpu:
+        use_cpu()
+    if asked.apex_stand_in:
+        stand_in_for_apex()
+    session = Session(asked)
+    register_optimizer_step_post_hook(session.step_ended)
+    module, _, name = asked.layer.partition(":")
+    layer = getattr(importlib.import_module(module), name)
+    if asked.fault != "none" and int(os.environ["RANK"]) == asked.rank:
+        hold_up = hold_up_gpu if asked.fault == "gpu" and not asked.cpu else hold_up_host
+        slow_down(layer, session, functools.partial(hold_up, asked.milliseconds))
+    if asked.trainer == "megatron":
+        # It is compiled before the job starts: rank 0 would call `make`, in a folder that jobs share.
+        importlib.import_module("megatron.core.datasets.utils").__dict__["compile_helpers"] = lambda: None
+    sys.argv = [str(asked.script), *asked.arguments]
+    runpy.run_path(str(asked.script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
