@@ -18,7 +18,6 @@ import pickle
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -28,178 +27,30 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
+from benchmarks.gpu.foreign_cells import NANOGPT_CPU_FLAGS, TRAINERS, Cell, Trainer, all_cells, batches
+from benchmarks.gpu.foreign_recorder import Recorder
+from benchmarks.gpu.foreign_rows import Facts, Row, iterations, judge, table, texts
 from benchmarks.gpu.lab import core_shares, lab_job, multi_process_service
 from benchmarks.gpu.reporting import machine
 from benchmarks.gpu.unpacking import unpack
-from benchmarks.gpu.verdict_rows import FOUND_FROM_RATIO, IMPACT_ERROR_RATIO, SAYS_NOTHING, Said
+from benchmarks.gpu.verdict_rows import Said
 from benchmarks.running import ROOT
-from rankscope.daemon.procfs import RingSearch
-from rankscope.daemon.steps import nccl_reader, ring_reader
-from rankscope.daemon.steps.ring_reader import RingError
-from rankscope.probe import ring_layout
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 from tools.jobs.launcher import JobError
 
-SHARE_RANKS = 4  # of a job that takes one share of the cores; one of eight takes two
 FIRST_STEP_SECONDS, END_SECONDS = 100.0, 25.0
 START_ESTIMATE_SECONDS = 32.0
-SETTLING_STEPS = 15
 LOG_BYTES = 60_000
 SAMPLE_SECONDS = 1.0
-# A recording covers so much before the fault and after it, or less if it is too large.
-SECONDS_BEFORE, SECONDS_AFTER = 20.0, 25.0
-MAX_OPERATIONS, MAX_RECORDING_BYTES = 60_000, 1_500_000
 MAX_ARCHIVE_BYTES = 15 << 20
 DATA_TOKENS, VOCABULARY, CPU_VOCABULARY = 2_000_000, 50_000, 256
-
-Table = npt.NDArray[Any]
-
-MEGATRON_FLAGS = """
-    --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
-    --micro-batch-size 4 --global-batch-size 16 --lr 1e-4 --min-lr 1e-5 --train-iters 100000 --lr-decay-iters 1000
-    --bf16 --mock-data --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 4096 --transformer-impl local
-    --attention-backend unfused --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
-    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --eval-iters 0 --eval-interval 100000
-    --log-interval 5 --distributed-timeout-minutes 2 --exit-duration-in-mins 60"""
-NANOGPT_FLAGS = """
-    --n_layer=6 --n_embd=384 --n_head=6 --gradient_accumulation_steps=8 --eval_iters=2 --compile=False
-    --always_save_checkpoint=False"""
-NANOGPT_CPU_FLAGS = """
-    --n_layer=2 --n_embd=32 --n_head=2 --block_size=64 --batch_size=2 --eval_iters=1 --compile=False --dtype=float32
-    --gradient_accumulation_steps=8 --always_save_checkpoint=False --backend=gloo"""
-
-
-@dataclass(frozen=True)
-class Trainer:
-    script: str
-    flags: str
-    layer: str  # whose forward is slowed
-    step: re.Pattern[str]  # a line of the log: number and milliseconds of a step
-    first_number: int
-    log_interval: int
-    logs_on_last_rank: bool
-
-
-TRAINERS = {
-    "megatron": Trainer(
-        "megatron-lm/pretrain_gpt.py",
-        MEGATRON_FLAGS,
-        "megatron.core.transformer.transformer_layer:TransformerLayer",
-        re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)"),
-        1,
-        5,
-        logs_on_last_rank=True,
-    ),
-    "nanogpt": Trainer(
-        "nanogpt/train.py",
-        NANOGPT_FLAGS,
-        "model:Block",
-        re.compile(r"^iter (\d+): loss .*time ([\d.]+)ms", re.MULTILINE),
-        0,
-        1,
-        logs_on_last_rank=False,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Layout:
-    name: str
-    flags: str = ""
-    ranks: int = 4
-    slow_rank: int = 2
-    trainer: str = "megatron"
-    apex_stand_in: bool = False
-
-
-_TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-_PP4 = "--pipeline-model-parallel-size 4 --global-batch-size 32"
-LAYOUTS = (
-    Layout("dp4", "--use-distributed-optimizer --overlap-grad-reduce"),
-    Layout("pp4", _PP4),
-    Layout("tp2-pp2", _TP2_PP2),
-    Layout("tp4", "--tensor-model-parallel-size 4", slow_rank=1),
-    Layout("pp2-dp2", "--pipeline-model-parallel-size 2"),
-    Layout("nanogpt", trainer="nanogpt"),
-    Layout("tp2-pp2-dp2", _TP2_PP2, ranks=8, slow_rank=5),
-    Layout("pp4-interleaved", f"{_PP4} --num-layers-per-virtual-pipeline-stage 1"),
-    Layout("tp2-pp2-sp", f"{_TP2_PP2} --sequence-parallel", slow_rank=3, apex_stand_in=True),
-    Layout(
-        "ep2",
-        "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall",
-        slow_rank=1,
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Fault:
-    name: str
-    kind: str  # as in foreign_fault.py
-    milliseconds: float = 0.0  # of a layer
-    every: int = 1
-
-
-FAULTS = (
-    Fault("none", "none"),
-    Fault("host", "host", 15.0),
-    Fault("gpu", "gpu", 10.0),
-    Fault("host10", "host", 60.0, 10),
-    Fault("gpu10", "gpu", 60.0, 10),
-)
-
-
-@dataclass(frozen=True)
-class Cell:
-    layout: Layout
-    fault: Fault
-
-    @property
-    def name(self) -> str:
-        return f"{self.layout.name}-{self.fault.name}"
-
-    @property
-    def is_healthy(self) -> bool:
-        return self.fault.kind == "none"
-
-    @property
-    def shares(self) -> int:
-        """Of the cores."""
-        return -(-self.layout.ranks // SHARE_RANKS)
-
-    def is_blamed(self, kind: str, culprits: Sequence[int], stage: int | None) -> bool:
-        rank = self.layout.slow_rank
-        is_stage = kind == "slow_stage" and self.layout.name.startswith("pp4") and stage in (None, rank)
-        return (kind == "slow_rank" or is_stage) and list(culprits) == [rank]
-
-
-def all_cells() -> list[Cell]:
-    """Each layout once with one fault, then each with another: a run that is cut short has seen all layouts."""
-    return [
-        Cell(layout, FAULTS[(number + turn) % len(FAULTS)])
-        for turn in range(len(FAULTS))
-        for number, layout in enumerate(LAYOUTS)
-    ]
-
-
-def batches(cells: Sequence[Cell], parallel: int) -> list[list[Cell]]:
-    """Cells that run at the same time. A large one takes several shares; those that do not fit go into the next."""
-    made: list[list[Cell]] = []
-    for cell in cells:
-        room = (batch for batch in made if sum(other.shares for other in batch) + cell.shares <= parallel)
-        batch = next(room, None)
-        if batch is None:
-            made.append(batch := [])
-        batch.append(cell)
-    return made
 
 
 @dataclass(frozen=True)
@@ -248,320 +99,8 @@ def _build_helpers(source: Path, made: Source) -> None:
             shutil.copy(ready, library)
 
 
-class Recorder:
-    """Reads the NCCL memories and the rings of all ranks now and then, as the daemon does, and keeps what is new."""
-
-    def __init__(self) -> None:
-        self.problems: dict[int, str] = {}
-        self.overwritten = 0  # before they were read
-        self._processes: dict[int, str] = {}
-        self._searches: dict[int, RingSearch] = {}
-        self._read: dict[tuple[int, str], int] = {}
-        self._records: dict[tuple[int, str], list[Table]] = {}
-        self._communicators: dict[int, set[tuple[int, int, int]]] = {}
-
-    def follow(self, pids: Sequence[int]) -> None:
-        self._processes = {rank: f"/proc/{pid}" for rank, pid in enumerate(pids)}
-        self._searches = {rank: RingSearch(process) for rank, process in self._processes.items()}
-
-    @property
-    def is_following(self) -> bool:
-        return bool(self._processes)
-
-    def sample(self) -> None:
-        for rank in self._processes:
-            try:
-                self._sample(rank)
-            except (OSError, RingError) as error:
-                self.problems[rank] = f"{type(error).__name__}: {error}"
-
-    def _sample(self, rank: int) -> None:
-        ring = ring_reader.open_found(self._searches[rank])
-        if ring is None:
-            return
-        try:
-            descriptor = ring_reader.parse_facts(ring_reader.read_facts_text(ring) or b"{}").nccl_descriptor
-            self._read_steps(rank, ring)
-        finally:
-            os.close(ring)
-        if descriptor is None:
-            return
-        memory = ring_reader.open_memfd(f"{self._processes[rank]}/fd/{descriptor}")
-        try:
-            self._read_operations(rank, memory)
-        finally:
-            os.close(memory)
-
-    def _read_steps(self, rank: int, ring: int) -> None:
-        written, before = ring_reader.read_header(ring).records, self._read.get((rank, "steps"), 0)
-        before = max(before, written - ring_layout.CAPACITY)
-        if written > before:
-            records, is_whole = ring_reader.read_records(ring, before + 1, written)
-            self._keep(rank, "steps", records[is_whole], written)
-
-    def _read_operations(self, rank: int, fd: int) -> None:
-        memory, before = nccl_reader.read_memory(fd), self._read.get((rank, "nccl"), 0)
-        rows = memory.communicators[["hash", "ranks", "rank"]].tolist()
-        self._communicators.setdefault(rank, set()).update(rows)
-        if memory.written > before:
-            records = nccl_reader.read_records(fd, before, memory.written)
-            self.overwritten += records.overwritten
-            self._keep(rank, "nccl", records.table, memory.written)
-
-    def _keep(self, rank: int, name: str, table: Table, written: int) -> None:
-        self._records.setdefault((rank, name), []).append(table.copy())
-        self._read[rank, name] = written
-
-    def write(self, path: Path, middle_ns: int | None) -> dict[str, Any]:
-        """Write what lies around a moment, or around the middle of all steps; return what it holds."""
-        tables = {key: np.concatenate(parts) for key, parts in self._records.items()}
-        ranks = sorted(rank for rank, name in tables if name == "nccl")
-        if not ranks:
-            return {"problems": self.problems, "operations": 0}
-        operations, middle = MAX_OPERATIONS, middle_ns or _middle(tables)
-        while True:
-            arrays: dict[str, Any] = self._around(tables, ranks, middle, operations)
-            np.savez_compressed(path, **arrays)
-            size = path.stat().st_size
-            if size <= MAX_RECORDING_BYTES:
-                break
-            operations = int(sum(len(arrays[f"nccl_{rank}"]) for rank in ranks) * 0.9 * MAX_RECORDING_BYTES / size)
-        kept = [arrays[f"nccl_{rank}"]["issued_ns"].astype(np.int64) - middle for rank in ranks]
-        return {
-            "bytes": size,
-            "operations": sum(map(len, kept)),
-            "operations_seen": sum(len(tables[rank, "nccl"]) for rank in ranks),
-            "overwritten": self.overwritten,
-            "seconds": [round(float(least) / 1e9, 2) for least in _bounds(kept)],
-            "problems": self.problems,
-        }
-
-    def _around(
-        self, tables: dict[tuple[int, str], Table], ranks: Sequence[int], middle: int, most: int
-    ) -> dict[str, Table]:
-        """At most so many operations of all ranks, those nearest to a moment."""
-        times = {
-            key: table["issued_ns" if key[1] == "nccl" else "end_ns"].astype(np.int64) - middle
-            for key, table in tables.items()
-        }
-        issued = np.concatenate([times[rank, "nccl"] for rank in ranks])
-        # 1 is the bound on either side.
-        distance = np.where(issued < 0, -issued / SECONDS_BEFORE, issued / SECONDS_AFTER) / 1e9
-        reach = min(1.0, float(np.partition(distance, most)[most])) if len(distance) > most else 1.0
-        first, last = -reach * SECONDS_BEFORE * 1e9, reach * SECONDS_AFTER * 1e9
-        arrays: dict[str, Table] = {}
-        for rank in ranks:
-            for name in ("nccl", "steps"):
-                if (rank, name) in tables:
-                    when = times[rank, name]
-                    arrays[f"{name}_{rank}"] = tables[rank, name][(when >= first) & (when < last)]
-            rows = sorted(self._communicators.get(rank, ()))
-            arrays[f"comms_{rank}"] = np.array(rows, dtype=np.uint64).reshape(-1, 3)
-        return arrays
-
-
-def _middle(tables: dict[tuple[int, str], Table]) -> int:
-    first, last = _bounds([table["end_ns"] for (_, name), table in tables.items() if name == "steps"])
-    return int(first + last) // 2
-
-
-def _bounds(columns: Sequence[Table]) -> tuple[int, int]:
-    filled = [column for column in columns if len(column)]
-    return min((int(column.min()) for column in filled), default=0), max(
-        (int(column.max()) for column in filled), default=0
-    )
-
-
-@dataclass(frozen=True)
-class Change:
-    """A verdict that differs from the one before it."""
-
-    seconds: float  # since the first step
-    verdict: str
-    kind: str
-    severity: str
-    culprits: list[int]
-    stage: int | None
-    impact_ratio: float | None
-    bound: str
-    cause: str
-    reason: str
-
-    @classmethod
-    def of(cls, said: Said, seconds: float) -> Change:
-        verdict = said.status.verdict
-        return cls(
-            round(seconds, 1),
-            said.gist,
-            said.kind,
-            said.severity,
-            list(verdict.culprits),
-            verdict.stage if verdict.HasField("stage") else None,
-            round(verdict.impact_ratio, 4) if verdict.HasField("impact_ratio") else None,
-            verdict.cause.bound,
-            said.cause,
-            verdict.reason,
-        )
-
-
-@dataclass
-class Row:
-    """The result of a cell. `misses` says what was wrong; `failure`, why it could not be judged."""
-
-    name: str
-    flags: str
-    ranks: int
-    fault: dict[str, Any]
-    truth: str
-    failure: str = ""
-    misses: list[str] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)  # cells that ran at the same time
-    fault_seconds: float | None = None  # after the first step
-    verdict: str = ""
-    culprits: list[int] = field(default_factory=list)
-    headline: str = ""
-    cause: str = ""
-    is_cause_right: bool | None = None
-    impact_ratio: float | None = None
-    true_impact_ratio: float | None = None
-    alarm_after_seconds: float | None = None
-    before_milliseconds: float | None = None
-    after_milliseconds: float | None = None
-    steps: int = 0
-    start_seconds: float | None = None
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[tuple[float, str, float | None]] = field(default_factory=list)  # all: seconds, verdict, impact
-    iterations: list[tuple[int, float]] = field(default_factory=list)
-    recording: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_right(self) -> bool:
-        return not self.misses and not self.failure
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the job recorded about itself."""
-
-    started_unix_seconds: float
-    fault: dict[str, Any] | None
-    iterations: list[tuple[int, float]]  # the number of steps done, and milliseconds of the last ones
-
-
-def iterations(trainer: Trainer, log: str) -> list[tuple[int, float]]:
-    steps = ((int(number), float(millis)) for number, millis in trainer.step.findall(log))
-    return [(number + 1 - trainer.first_number, millis) for number, millis in steps]
-
-
-def judge(cell: Cell, row: Row, said: Sequence[Said], summary: dict[str, Any], facts: Facts) -> None:
-    """Fill in what was said, what was true, and whether they agree."""
-    everything = [Change.of(response, response.unix_seconds - facts.started_unix_seconds) for response in said]
-    pairs = zip([None, *everything], everything, strict=False)
-    changes = [change for before, change in pairs if before is None or before.verdict != change.verdict]
-    row.changes = [asdict(change) for change in changes]
-    row.evaluations = [(change.seconds, change.verdict, change.impact_ratio) for change in everything]
-    row.iterations, row.summary = facts.iterations, summary
-    jobs = summary.get("jobs") or []
-    if not jobs:
-        raise JobError("`rankscope run` saw no job")
-    final = jobs[0]
-    row.steps, row.verdict, row.culprits = final["steps"], final["verdict"], final["culprits"]
-    row.headline, row.impact_ratio = final["headline"], final["impact_ratio"]
-    findings = [change for change in changes if change.kind not in SAYS_NOTHING]
-    if cell.is_healthy:
-        row.misses += [f"{change.verdict} at {change.seconds:.0f} s" for change in findings]
-        if row.verdict != "healthy":
-            row.misses.append(f"ends as {row.verdict}")
-        times = [millis for steps, millis in facts.iterations if steps > SETTLING_STEPS]
-        row.before_milliseconds = statistics.median(times) if times else None
-        return
-    if facts.fault is None:
-        raise JobError("the fault never began")
-    row.fault_seconds = round(facts.fault["unix_seconds"] - facts.started_unix_seconds, 1)
-    _measure_truth(cell, row, facts)
-    early = [change for change in findings if change.seconds < row.fault_seconds]
-    late = [change for change in findings if change.seconds >= row.fault_seconds]
-    blames = [change for change in late if cell.is_blamed(change.kind, change.culprits, change.stage)]
-    row.misses += [f"before the fault: {change.verdict} at {change.seconds:.0f} s" for change in early]
-    wrong = [change for change in late if change.severity == "alarm" and change not in blames]
-    row.misses += [f"also {change.verdict} at {change.seconds:.0f} s" for change in wrong]
-    alarms = [change for change in blames if change.severity == "alarm"]
-    is_small = row.true_impact_ratio is not None and row.true_impact_ratio < FOUND_FROM_RATIO
-    if alarms:
-        row.alarm_after_seconds = round(alarms[0].seconds - row.fault_seconds, 1)
-    if blames:
-        last = next(response for response in reversed(said) if response.gist == blames[-1].verdict)
-        row.cause = last.cause
-        row.is_cause_right = _is_cause_right(cell.fault.kind, last)
-    if is_small and not late:
-        return
-    if not cell.is_blamed(row.verdict, row.culprits, None):
-        row.misses.append(f"names {row.verdict} {row.culprits or ''}".strip())
-    elif final["severity"] != "alarm":
-        row.misses.append(f"a {final['severity']} only")
-    elif row.impact_ratio is None or row.true_impact_ratio is None:
-        row.misses.append("the impact is not known")
-    elif abs(row.impact_ratio - row.true_impact_ratio) > IMPACT_ERROR_RATIO:
-        row.misses.append("the impact is wrong")
-
-
-def _is_cause_right(kind: str, said: Said) -> bool | None:
-    """None where neither host nor GPU was blamed."""
-    bound = said.status.verdict.cause.bound
-    if kind == "host":
-        is_right = bound == "host" or "hold_up_host" in said.cause
-        return is_right if is_right or bound else None
-    return bound == "device" if bound else None
-
-
-def _measure_truth(cell: Cell, row: Row, facts: Facts) -> None:
-    """From the job's own iteration times. Of a fault in few steps, the mean counts."""
-    assert facts.fault is not None
-    step, interval = facts.fault["step"], TRAINERS[cell.layout.trainer].log_interval
-    before = [millis for steps, millis in facts.iterations if SETTLING_STEPS < steps <= step]
-    after = [millis for steps, millis in facts.iterations if steps - interval >= step]
-    if not before or not after:
-        raise JobError(f"{len(before)} intervals before the fault and {len(after)} after it")
-    row.before_milliseconds = statistics.median(before)
-    row.after_milliseconds = statistics.mean(after) if cell.fault.every > 1 else statistics.median(after)
-    row.true_impact_ratio = 1 - row.before_milliseconds / row.after_milliseconds
-
-
-HEADINGS = ("job", "fault", "said", "alarm after", "cause", "impact said / true", "step", "recording", "right")
-
-
-def table(rows: Sequence[Row]) -> str:
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    for row in rows:
-        cells = (" ".join(text.split()).replace("|", "\\|") for text in _texts(row))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _texts(row: Row) -> tuple[str, ...]:
-    if row.failure:
-        return (row.name, row.truth, row.failure[-300:], *[""] * (len(HEADINGS) - 4), "not judged")
-    cause = {None: "", True: " (right)", False: " (WRONG)"}[row.is_cause_right]
-    impacts = [row.impact_ratio, row.true_impact_ratio]
-    impact = " / ".join("–" if ratio is None else f"{ratio:.0%}" for ratio in impacts)
-    times = [millis for millis in (row.before_milliseconds, row.after_milliseconds) if millis is not None]
-    operations = row.recording.get("operations", 0)
-    return (
-        row.name,
-        row.truth,
-        row.headline,
-        "" if row.alarm_after_seconds is None else f"{row.alarm_after_seconds:.0f} s",
-        f"{row.cause[:160]}{cause}",
-        "" if row.fault["kind"] == "none" else impact,
-        " → ".join(f"{millis:.0f}" for millis in times) + " ms" if times else "",
-        f"{operations:,}",
-        "yes" if row.is_right else f"NO: {'; '.join(row.misses)}",
-    )
-
-
 class Watch:
-    """What `rankscope run` says about its job, received by a thread."""
+    """A thread that receives what `rankscope run` says about its job."""
 
     def __init__(self, target: str) -> None:
         self.said: list[Said] = []
@@ -641,7 +180,8 @@ class CellRun:
             middle = None if facts is None else facts["monotonic_ns"]
             row.recording = self._recorder.write(out / f"{cell.name}.npz", middle)
             self._judge(row, facts)
-        except Exception as error:  # noqa: BLE001  a cell that cannot be judged does not spoil its neighbours
+        except (JobError, OSError, ValueError, KeyError) as error:
+            # The other cells of the batch are judged all the same.
             traceback.print_exc(limit=-3, file=sys.stdout)
             row.failure = f"{type(error).__name__}: {error}"
         (out / f"{cell.name}.json").write_text(json.dumps(asdict(row), indent=1, default=str))
@@ -693,7 +233,7 @@ class Matrix:
             self.rows += self._run(batch)
             self._longest = max(self._longest, time.monotonic() - began)
             for row in self.rows[-len(batch) :]:
-                print("  " + "; ".join(filter(None, _texts(row))), flush=True)
+                print("  " + "; ".join(filter(None, texts(row))), flush=True)
             self.save()
 
     def _run(self, batch: Sequence[Cell]) -> list[Row]:
@@ -763,7 +303,7 @@ class Matrix:
 
 
 def pack(folder: Path, target: Path) -> None:
-    """Everything into archives that are small enough to travel: results.tar.gz, results-2.tar.gz and so on."""
+    """Pack all results into archives that are small enough to travel: results.tar.gz, results-2.tar.gz and so on."""
     files = [path for path in (*folder.glob("foreign*"), *folder.glob("foreign/*")) if path.is_file()]
     number = size = 0
     with contextlib.ExitStack() as stack:
@@ -779,7 +319,7 @@ def pack(folder: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Spec:
-    """What `--launch` starts: the command of `rankscope run`."""
+    """The command of `rankscope run`, which `--launch` starts."""
 
     arguments: list[str]
     ranks: int
@@ -794,7 +334,7 @@ def launch(folder: Path) -> int:
     """Start the ranks, keep what they wrote in `folder`, and return when all have ended."""
     spec = Spec(**json.loads((folder / "spec.json").read_text()))
     os.environ["JOB_PYTHONPATH"] = os.pathsep.join(filter(None, (spec.modules, os.environ.get("JOB_PYTHONPATH"))))
-    # The first is the probe's; the others are ours, and none of the job's business.
+    # The first folder is the probe's. The job does not need the others.
     probe = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
     # `rankscope run` knows its ranks by these, which `start_ranks` drops.
     marks = {name: value for name, value in os.environ.items() if name.startswith("RANKSCOPE_")}
@@ -831,7 +371,7 @@ def launch(folder: Path) -> int:
 def chosen(asked: argparse.Namespace) -> list[Cell]:
     cells = all_cells()
     if asked.only:
-        # In the order of the patterns.
+        # The order is that of the patterns.
         by_name = {cell.name: cell for cell in cells}
         names = [name for pattern in asked.only for name in fnmatch.filter(by_name, pattern)]
         cells = [by_name[name] for name in dict.fromkeys(names)]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Megatron-LM is told to end after so many minutes; the rest is in when it began.
+# Megatron-LM's own limit, in minutes. The wrapper moves the start time, so that training ends earlier.
 EXIT_MINUTES = 60
 # The ranks of nanoGPT agree on their last step through a file, so long before it.
 AHEAD_SECONDS, MIN_STEPS_AHEAD = 3.0, 4
