@@ -103,7 +103,7 @@ def test_steps_of_which_operations_are_missing_are_left_out() -> None:
 
 
 def test_ranks_of_a_large_job_send_the_same_steps() -> None:
-    """They have different numbers of operations, and their windows end in different steps."""
+    """The ranks have different numbers of operations, and their windows end in different steps."""
     chosen = []
     for operations, length in ((30, 64), (50, 61)):
         rank = Rank(world_size=1024, operations=operations)

@@ -162,7 +162,7 @@ class _Sample:
         return cls(*number_groups(meeting), index, time, middle)
 
     def deviation(self, fit: _Fit) -> Floats:
-        """Of each end from the median of its meeting."""
+        """The distance of each end from the median of its meeting."""
         own = self.time + fit.offset[self.index] + fit.slope[self.index] * (self.time - self.middle)
         return own - grouped_median(own, self.meeting, self.count)[self.meeting]
 

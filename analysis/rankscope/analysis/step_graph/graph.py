@@ -117,7 +117,7 @@ class _Index:
         return self.order[np.repeat(begin - before, size) + np.arange(int(size.sum()))]
 
     def borders(self, numbers: Ints) -> Ints:
-        """Where the rows of each number begin in `rows`."""
+        """The places in `rows` at which the rows of each number begin."""
         size = self.begin[numbers + 1] - self.begin[numbers]
         return np.asarray(np.cumsum(size) - size)
 

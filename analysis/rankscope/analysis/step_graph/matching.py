@@ -20,7 +20,7 @@ class Meetings:
 
     number: Ints
     count: int
-    lonely: int  # operations of groups with several known ranks that nobody else recorded
+    lonely: int  # operations of groups with several known ranks that no other rank recorded
     stretch: Ints  # of each row: steps that were recorded without a pause; the same on all ranks
     step: Ints  # of each row, the same for all ranks that meet
 

@@ -11,7 +11,7 @@ from rankscope.analysis.stats.robust import Ints, number_groups
 
 UNKNOWN = -1
 MESSAGES = (CollectiveKind.SEND, CollectiveKind.RECV)
-# By the numbers of NCCL's functions, as its plugin writes them (nccl_layout.py of the probe).
+# The index is the number of NCCL's function in the plugin's records (nccl_layout.py of the probe).
 KIND_OF_NCCL = np.array(
     [
         CollectiveKind.OTHER,

@@ -1,4 +1,4 @@
-"""What ranks needed earlier in the run. A rank is compared with its own past where no other rank does the same, as in a
+"""The work of ranks earlier in the run. A rank is compared with its own past where no other rank does the same, as in a
 pipeline with one rank in each stage."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PastWork:
 
 
 def _growth(rank: Ints, now: Ints, past: Floats) -> float:
-    """By how much the typical rank needs longer than before; at least 1."""
+    """The ratio of the typical rank's work to its work before; at least 1."""
     known = ~np.isnan(past)
     number, count = number_groups(rank[known])
     sums = (np.bincount(number, weights=column, minlength=count) for column in (now[known], past[known]))

@@ -161,7 +161,7 @@ class _Table:
         self.path_ns = np.maximum(self.transfer_ns + self.own_ns.sum(axis=1), 1.0)
 
     def on_path(self, values: Ints | Floats) -> Floats:
-        """Of the ranks that arrived last."""
+        """Sums over the operations on the path, for the ranks that arrived last."""
         return self._sums(self._path_cell, values[self._late])
 
     def of_all(self, values: Ints | Floats) -> Floats:

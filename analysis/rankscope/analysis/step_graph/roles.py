@@ -12,7 +12,7 @@ from rankscope.analysis.stats.robust import Floats, Ints, number_groups, occurre
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.operations import MESSAGES
 
-# Of the number of a part.
+# The number of a part has so many bits for its place in the step.
 PLACE_BITS = 24
 
 
@@ -71,9 +71,8 @@ def _first_ranks(graph: StepGraph) -> list[int]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Which part of the program each row is: by its kind, the size of its group, the direction of a message, and how
-    many such operations came before it in the step. Only rows with an operation before them are there. Numbers of parts
-    hold in any window."""
+    """The part of the program that each row is. Kind, size of the group, direction of a message, and the count of such
+    operations earlier in the step identify it, in any window. Only rows with an operation before them are there."""
 
     rows: Ints
     number: Ints
@@ -100,7 +99,7 @@ def _stages_of(graph: StepGraph, stages: dict[int, int]) -> Ints:
 
 @dataclass(frozen=True)
 class Peers:
-    """What the other ranks of the stage need before the same operation: their median, per row; NaN without one."""
+    """The median work of the other ranks of the stage before the same operation, per row; NaN where there is none."""
 
     own_ns: Floats
     host_ns: Floats  # of it, until their hosts issue the operation

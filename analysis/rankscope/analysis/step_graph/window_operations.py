@@ -59,7 +59,7 @@ class RankOperations(NamedTuple):
 
     @property
     def last_step(self) -> int:
-        """At least one operation is there."""
+        """Needs at least one operation."""
         return self.first_step + int(np.frombuffer(self.rows, ROW, 1, len(self.rows) - ROW.itemsize)["step"][0])
 
 

@@ -29,17 +29,17 @@ MAX_PENDING_ROWS = 1 << 20
 # A window has at most so many rows, or a few more steps; a larger job is judged by sums.
 MAX_WINDOW_ROWS = 1 << 15
 MAX_JOB_ROWS = 1 << 18
-# What judging a row takes, and the share of a CPU that a job may take for it.
+# CPU time to judge a row, and the share of a CPU that a job may use for it.
 ROW_SECONDS = 2e-5
 CPU_SHARE = 0.1
 MAX_REST_SECONDS = 60.0
-# So many windows may pass without a judgement, or so many times the longest gap until now.
+# Sums are used after this many windows without a judgement, or this many times the longest gap until now.
 PATIENCE = 15
 PATIENT_GAPS = 3
 
 
 class PathFinding(NamedTuple):
-    """What one more window shows. Columns are by rank, as in the window."""
+    """The result of one more window. Columns are by rank, as in the window."""
 
     window: PathWindow
     slow: Bools  # costs enough in this window, and clearly more than the peers since it became slow
@@ -47,7 +47,7 @@ class PathFinding(NamedTuple):
 
 
 class PathHistory:
-    """Which ranks are slow, as far as the windows up to now show."""
+    """Finds the ranks that are slow in the windows up to now."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -80,7 +80,7 @@ class PathHistory:
 
 
 def _stands_out(losses: Floats, rank: int, stages: Ints) -> bool:
-    """Whether a rank costs more than its peers beyond chance: where data is uneven, each of them is last at times."""
+    """True if a rank costs more than its peers beyond chance: where data is uneven, each of them is last at times."""
     is_peer = (stages == stages[rank]) & ~np.isnan(losses).all(axis=0)
     is_peer[rank] = False
     known = np.nan_to_num(losses)
@@ -161,7 +161,7 @@ class LivePath:
             self._parts.clear()
 
     def with_stages(self, window: JobWindow) -> JobWindow:
-        """With the stages that the operations show, where the program declares none."""
+        """Fill in the stages that the operations show, where the program declares none."""
         columns, stages = window.columns, self.stages
         ranks = columns.rank.tolist()
         if not stages or (columns.stage >= 0).any() or any(rank not in stages for rank in ranks):
@@ -170,7 +170,7 @@ class LivePath:
         return replace(window, columns=replace(columns, stage=stage))
 
     def take(self, window: JobWindow) -> PathFinding | Verdict | None:
-        """What the steps since the last call show; None until all ranks have sent enough of them."""
+        """Judge the steps since the last call; None until all ranks have sent enough of them."""
         judged = self._window(window)
         if judged is None:
             self._missed += 1

@@ -201,8 +201,8 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
 
 
 def observe_path(ready: ReadyWindow, path: PathFinding, long_steps: LongStepHistory, policy: Policy) -> Observation:
-    """With the ranks that the critical path shows to be slow. Where ranks have different roles, sums cannot tell who
-    began a wait that is passed on, a long stage, nor uneven data."""
+    """Takes the slow ranks from the critical path. Where ranks have different roles, sums show neither who began a wait
+    that is passed on, nor a long stage, nor uneven data."""
     window, summary, steps = ready.window, ready.summary, path.window
     late = long_steps.add(window.columns, summary, policy)
     any_outlier = bool(path.slow.any())

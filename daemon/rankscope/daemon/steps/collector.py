@@ -262,7 +262,7 @@ def _sample(
 
 
 def _step_numbers(header: ring_reader.Header, records: ring_reader.Records) -> Ints:
-    """Of the last step of each record, counted as the probe does: back from the newest."""
+    """The number of the last step of each record, counted back from the newest."""
     steps = records["steps"].astype(np.int64)
     return header.steps - np.cumsum(steps[::-1])[::-1] + steps
 

@@ -84,18 +84,18 @@ def _read_times(
     if not len(steps):
         return NcclTimes(), before
     records = nccl_reader.read_records(fd, before.read, memory.written)
-    found, progress = times(records, memory.communicators, before, steps, is_long)
+    found = operations(records.table, memory.communicators)
+    made, progress = _times_of(found, records, memory.communicators, before, steps, is_long)
     if role is None or not have_roles(records.table, memory.communicators, role.world_size):
-        return found, progress
-    timed = _timed(records.table, memory.communicators)
+        return made, progress
+    timed = _timed(found, records.table, memory.communicators)
     is_whole = ((steps["flags"] & ring_layout.FLAG_NCCL) != 0) & (steps["steps"] == 1)
     ends = StepEnds(role.step_numbers, np.maximum.accumulate(steps["end_ns"]), is_whole)
     rows, held = before.held.advance(timed, ends, role)
-    return replace(found, operations=rows), replace(progress, held=held)
+    return replace(made, operations=rows), replace(progress, held=held)
 
 
-def _timed(records: Table, communicators: Table) -> TimedOperations:
-    found = operations(records, communicators)
+def _timed(found: Operations, records: Table, communicators: Table) -> TimedOperations:
     chosen = records[found.record]
     behind_host = found.start_ns - chosen["start_ns"].astype(np.int64)
     return TimedOperations(
@@ -111,9 +111,20 @@ def times(
     records: NcclRecords, communicators: Table, before: NcclProgress, steps: Records, is_long: Mask | None = None
 ) -> tuple[NcclTimes, NcclProgress]:
     """Of the steps of which all operations are known; by communicator, of those that are not long."""
+    found = operations(records.table, communicators)
+    return _times_of(found, records, communicators, before, steps, is_long)
+
+
+def _times_of(
+    found: Operations,
+    records: NcclRecords,
+    communicators: Table,
+    before: NcclProgress,
+    steps: Records,
+    is_long: Mask | None,
+) -> tuple[NcclTimes, NcclProgress]:
     ends = np.maximum.accumulate(steps["end_ns"])
     known = (steps["flags"] & ring_layout.FLAG_NCCL) != 0
-    found = operations(records.table, communicators)
     over = until(found, int(ends[-1]))
     found = found.take(slice(over))
     if not over:

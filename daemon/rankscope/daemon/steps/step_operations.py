@@ -60,7 +60,7 @@ class TimedOperations:
 
     @property
     def numbers(self) -> Ints:
-        """Of the communicators."""
+        """Numbers of the communicators."""
         return np.asarray((self.communicators["hash"] & np.uint64(NUMBER_MASK)).astype(np.int64))
 
 
@@ -155,7 +155,7 @@ def _operations(timed: TimedOperations, wanted: Bools, rank: int) -> Operations:
 
 
 def have_roles(records: Table, communicators: Table, world_size: int) -> bool:
-    """Whether ranks send messages, or meet in groups that are smaller than the job."""
+    """True if ranks send messages, or meet in groups that are smaller than the job."""
     if world_size > MAX_RANKS:
         return False
     is_message = np.isin(KIND_OF_NCCL[np.minimum(records["function"], len(KIND_OF_NCCL) - 1)], MESSAGES)
@@ -163,7 +163,7 @@ def have_roles(records: Table, communicators: Table, world_size: int) -> bool:
 
 
 def _packed(rows: Operations, timed: TimedOperations, unix_less_gpu_ns: int) -> RankOperations | None:
-    """With the rank's seats in its communicators; None if none of these exists any more."""
+    """Add the rank's seats in its communicators; None if none of these exists any more."""
     table = timed.communicators
     seats = dict(
         zip(timed.numbers.tolist(), zip(table["ranks"].tolist(), table["rank"].tolist(), strict=True), strict=True)

@@ -266,15 +266,15 @@ def _add_step_times(window: RankWindow, sample: StepSample) -> None:
     window.collectives.extend(CollectiveRate(**vars(rate)) for rate in sample.collectives)
     window.ranges.extend(RangeTime(name=name, seconds=seconds) for name, seconds in sample.ranges.items())
     if sample.operations is not None:
-        told = sample.operations
+        operations = sample.operations
         window.operations.CopyFrom(
             StepOperations(
-                first_step=told.first_step,
-                start_nanos=told.start_ns,
-                tick_nanos=told.tick_ns,
-                unix_less_gpu_nanos=told.unix_less_gpu_ns,
-                seats=[GroupSeat(**seat._asdict()) for seat in told.seats],
-                rows=told.rows,
+                first_step=operations.first_step,
+                start_nanos=operations.start_ns,
+                tick_nanos=operations.tick_ns,
+                unix_less_gpu_nanos=operations.unix_less_gpu_ns,
+                seats=[GroupSeat(**seat._asdict()) for seat in operations.seats],
+                rows=operations.rows,
             )
         )
     window.wait_source = _wait_source(window, sample)

@@ -112,17 +112,17 @@ class HeldWindow:
         return window.network if window.HasField("network") else None
 
     def operations(self) -> RankOperations | None:
-        """Of whole steps, if this window has them. The rest of the window is not read."""
+        """The operations of whole steps, if this window has them. The rest of the window is not read."""
         try:
             window = OperationsWindow.FromString(self.message_bytes)
         except DecodeError:
             return None
         if not window.HasField("operations"):
             return None
-        told = window.operations
-        seats = tuple(Seat(seat.number, seat.size, seat.position) for seat in told.seats[:MAX_GROUPS])
-        times = (told.first_step, told.start_nanos, told.tick_nanos, told.unix_less_gpu_nanos)
-        return RankOperations(self.who.rank, *times, seats, told.rows)
+        sent = window.operations
+        seats = tuple(Seat(seat.number, seat.size, seat.position) for seat in sent.seats[:MAX_GROUPS])
+        times = (sent.first_step, sent.start_nanos, sent.tick_nanos, sent.unix_less_gpu_nanos)
+        return RankOperations(self.who.rank, *times, seats, sent.rows)
 
 
 class HeldWindows(Sequence[RankWindow]):

@@ -123,7 +123,7 @@ def test_steps_that_were_not_recorded_part_the_path() -> None:
     for stretch, steps in ((0, range(1, 15)), (1, range(26, 41))):
         rows = path[graph.meetings.stretch[path] == stretch]
         assert set(graph.operations.step[rows].tolist()) == set(steps)
-    assert (graph.own_ns[graph.last[path]] < 1e9).all(), "the pause is nobody's work"
+    assert (graph.own_ns[graph.last[path]] < 1e9).all(), "the pause is no work of a rank"
 
 
 def test_an_operation_counts_to_the_step_that_most_ranks_see() -> None:

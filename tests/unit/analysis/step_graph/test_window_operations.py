@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_long_stretches_are_packed_in_coarser_ticks() -> None:
     assert np.abs(joined.start_ns - late.start_ns).max() < part.tick_ns
 
 
-BROKEN = [
+BROKEN: list[dict[str, Any]] = [
     {"first_step": 1 << 60},
     {"start_ns": 1 << 62},
     {"tick_ns": 0},
@@ -63,8 +64,8 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=[" ".join(broken) for broken in BROKEN])
-def test_a_part_that_cannot_be_right_is_left_out(broken: dict[str, object]) -> None:
-    joined = join([PARTS[0], PARTS[1]._replace(**broken)])  # type: ignore[arg-type]
+def test_a_part_that_cannot_be_right_is_left_out(broken: dict[str, Any]) -> None:
+    joined = join([PARTS[0], PARTS[1]._replace(**broken)])
     assert joined.ranks == [0]
 
 

@@ -38,7 +38,7 @@ def judged(layout: Layout) -> Verdict:
 
 
 def seconds(layout: Layout) -> float:
-    """What all windows together take."""
+    """The time of all windows together."""
     return sum(window.step_seconds for window in find_windows(play(layout)).windows)
 
 

@@ -29,7 +29,7 @@ MANY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 
 
 def windows(operations: Operations) -> Iterator[JobWindow]:
-    """What the daemons of a job would send: every step is in the window in which it ends."""
+    """The windows that the daemons of a job would send. Every step is in the window in which it ends."""
     steps = np.unique(operations.step)
     ends = np.array([operations.stop_ns[operations.step == step].max() for step in steps])
     begins = np.array([operations.start_ns[operations.step == step].min() for step in steps])
@@ -76,7 +76,7 @@ def verdicts(operations: Operations) -> list[Verdict]:
 
 @MANY
 def test_a_healthy_job_raises_nothing(layout: Layout) -> None:
-    """Its last stage has more to do, and sums of waiting differ by stage."""
+    """The last stage has more to do, and sums of waiting differ by stage."""
     given = verdicts(play(replace(layout, last_stage_ns=6_000_000)))
     assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
     assert given[-1].kind is Kind.HEALTHY
@@ -88,7 +88,7 @@ def test_the_slow_rank_is_named_with_its_cost_and_bound(layout: Layout, on_devic
     rank = layout.world // 2
     slow = replace(layout, faults=(Fault(rank, 4_000_000, on_device=on_device),))
     given = verdicts(play(slow))
-    assert {one.culprits for one in given} == {(), (rank,)}, "nobody else is ever named"
+    assert {one.culprits for one in given} == {(), (rank,)}, "no other rank is ever named"
     last = given[-1]
     assert (last.kind, last.severity, last.culprits) == (Kind.SLOW_RANK, Severity.ALARM, (rank,))
     assert last.cause.bound == (DEVICE if on_device else HOST)
