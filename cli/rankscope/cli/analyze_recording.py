@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
 
-from rankscope.analysis.step_graph.path_windows import PathWindow, PathWindows, find_windows
-from rankscope.analysis.step_graph.recording import RecordingError, read_recording
+from rankscope.analysis.step_graph.path_windows import PathFinder, PathWindow
+from rankscope.analysis.step_graph.recording import Recording, RecordingError, read_recording
 from rankscope.analysis.verdicts.critical_path import judge_path
 from rankscope.analysis.verdicts.verdict import Verdict, headline
 from rankscope.cli.messages import Exit, cannot_read, refuse, to_stdout
@@ -21,6 +22,7 @@ from rankscope.common.text import printable
 
 _EPILOG = """\
 examples:
+  rankscope record -o job.npz
   rankscope analyze recording job.npz
   rankscope analyze recording job.npz --json | jq '.verdict, .culprits'
 
@@ -30,6 +32,8 @@ Format, method and JSON keys: docs/analyze-recording.md.
 # Ranks with the largest part of the path come first.
 MAX_RANKS_SHOWN = 4
 MAX_WINDOWS_SHOWN = 40
+# At the ends of a recording, some operations are always alone.
+UNUSUAL_SHARE = 0.005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,58 +44,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        path = find_windows(read_recording(arguments.file))
+        recording = read_recording(arguments.file)
+        path = PathFinder()
+        windows = list(path.find_all(recording.operations))
     except RecordingError as error:
         return refuse(f"{arguments.file}: {error}; see docs/analyze-recording.md for the format")
     except OSError as error:
         return refuse(f"{arguments.file}: {cannot_read(error)}")
     except MemoryError:
         return refuse(f"{arguments.file}: does not fit into memory; record fewer steps")
-    verdict = judge_path(path.windows)
+    judged = _Judged(recording, path, windows, judge_path(windows))
     if arguments.json:
-        to_stdout(json.dumps(_to_json(path, verdict), allow_nan=False))
+        to_stdout(json.dumps(_to_json(judged), allow_nan=False))
         return Exit.OK
-    _print(path, verdict, arguments.file)
+    _print(judged, arguments.file)
     return Exit.OK
 
 
-def _print(path: PathWindows, verdict: Verdict, file: Path) -> None:
+class _Judged(NamedTuple):
+    recording: Recording
+    path: PathFinder
+    windows: Sequence[PathWindow]
+    verdict: Verdict
+
+
+def _print(judged: _Judged, file: Path) -> None:
     terminal = Terminal(soft_wrap=True)
-    stages = len(set(path.stages))
-    shape = f"{len(path.ranks)} ranks" + (f" in {stages} pipeline stages" if stages > 1 else "")
-    steps = sum(len(window.steps) for window in path.windows)
-    terminal.print(Text(f"{printable(str(file))}: {shape}, {path.operations:,} operations, {steps:,} whole steps"))
-    if path.lonely:
+    operations, path, verdict = judged.recording.operations, judged.path, judged.verdict
+    stages = len(set(path.stages.values()))
+    shape = f"{len(operations.ranks)} ranks" + (f" in {stages} pipeline stages" if stages > 1 else "")
+    steps = sum(len(window.steps) for window in judged.windows)
+    terminal.print(Text(f"{printable(str(file))}: {shape}, {len(operations):,} operations, {steps:,} whole steps"))
+    if path.lonely > UNUSUAL_SHARE * len(operations):
         terminal.print(Text(f"{path.lonely:,} operations were recorded by one rank only; they are left out"))
-    if path.windows:
+    if judged.windows:
         terminal.print()
         headings = ("steps", "step", "communication", "own work on the critical path", "would come back")
-        rows = [headings, *(_row(path, window) for window in path.windows)]
+        rows = [headings, *(_row(window) for window in judged.windows)]
         terminal.print_rows(rows, ("steps", "own work on the critical path", "would come back"), MAX_WINDOWS_SHOWN)
     terminal.print(Text.assemble("verdict  ", (headline(verdict), "bold")))
     if verdict.reason:
         terminal.print(Text(f"why      {verdict.reason}"))
+    if judged.recording.live_verdict:
+        terminal.print(Text(f"live     {printable(judged.recording.live_verdict)} (when the recording ended)"))
 
 
-def _row(path: PathWindows, window: PathWindow) -> tuple[str, ...]:
+def _row(window: PathWindow) -> tuple[str, ...]:
     order = np.argsort(-window.own, kind="stable")[:MAX_RANKS_SHOWN]
-    own = ", ".join(f"rank {path.ranks[rank]} {window.own[rank]:.0%}" for rank in order.tolist())
+    own = ", ".join(f"rank {window.ranks[rank]} {window.own[rank]:.0%}" for rank in order.tolist())
     worst = int(window.returns.argmax())
-    returns = f"{window.returns[worst]:.0%} with rank {path.ranks[worst]}" if window.returns[worst] >= 0.01 else "-"
+    returns = f"{window.returns[worst]:.0%} with rank {window.ranks[worst]}" if window.returns[worst] >= 0.01 else "-"
     steps = f"{window.steps[0]:,}-{window.steps[-1]:,}"
     return steps, f"{1000 * window.step_seconds:.1f} ms", f"{window.communication:.0%}", own, returns
 
 
-def _to_json(path: PathWindows, verdict: Verdict) -> dict[str, Any]:
+def _to_json(judged: _Judged) -> dict[str, Any]:
+    verdict = judged.verdict
     return {
         "verdict": verdict.kind.value,
         "culprits": list(verdict.culprits),
         "impact_ratio": verdict.impact_ratio,
         "reason": verdict.reason,
-        "operations": path.operations,
-        "unmatched_operations": path.lonely,
-        "ranks": [{"rank": rank, "stage": stage} for rank, stage in zip(path.ranks, path.stages, strict=True)],
-        "windows": [_window_to_json(window) for window in path.windows],
+        "live_verdict": judged.recording.live_verdict,
+        "operations": len(judged.recording.operations),
+        "unmatched_operations": judged.path.lonely,
+        "ranks": [{"rank": rank, "stage": stage} for rank, stage in judged.path.stages.items()],
+        "windows": [_window_to_json(window) for window in judged.windows],
     }
 
 

@@ -22,7 +22,7 @@ from rankscope.cli.contexts import TOKEN_VARIABLE
 from rankscope.cli.messages import CommandError, Exit, refuse
 from rankscope.common.text import one_line
 
-COMMANDS = ("top", "flame", "stacks", "hangs", "capture", "captures", "doctor")
+COMMANDS = ("top", "flame", "stacks", "hangs", "capture", "captures", "record", "doctor")
 PORT = 9468
 KUBECTL_SECONDS = 30.0
 _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")

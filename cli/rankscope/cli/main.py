@@ -63,6 +63,7 @@ TASKS: dict[str, tuple[Subcommand, ...]] = {
     "record in depth": (
         Subcommand("capture", "record chosen ranks in depth, all at the same moment", "cli"),
         Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
+        Subcommand("record", "keep the NCCL operations of a run in a file, to analyse or to report", "cli"),
     ),
     "analyse files": (
         Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),

@@ -30,6 +30,7 @@ from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_win
 from rankscope.daemon.profiles.push import ProfilePusher, profile_pusher
 from rankscope.daemon.profiles.service import ProfileServicer, profile_service
 from rankscope.daemon.profiles.store import ProfileStore
+from rankscope.daemon.recordings.service import RecordingServicer, recording_service
 from rankscope.daemon.sampler import Clock, Collectors, Sampled, Sampler, Ticker, real_collectors
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 from rankscope.daemon.server.certificates import metrics_tls
@@ -200,7 +201,8 @@ class Daemon:
             dump = self._collectors.stacks.dump_all
             tails = partial(read_tails, proc_root=Path(self.config.proc_root))
             profiling = ProfileServicer(self.config.node, self.profiles, lambda: self._ranks, dump, tails)
-            services = (*self._services, capturing, profile_service(profiling))
+            recording = RecordingServicer(self.config.node, lambda: self._ranks, Path(self.config.proc_root))
+            services = (*self._services, capturing, profile_service(profiling), recording_service(recording))
             self._grpc = GrpcServer(services, self._socket_lock, self.config)
 
     def _close(self) -> None:

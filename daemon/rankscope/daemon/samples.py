@@ -15,6 +15,7 @@ from rankscope.analysis.verdicts.figures import StepColumns
 from rankscope.analysis.verdicts.windows import Communicator
 
 Column: TypeAlias = npt.NDArray[np.float64]
+MAX_RANK = 1 << 31
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ RECENT_STEPS = 15
 MAX_STEPS = 64
 NAN = math.nan
 
-Write = Callable[[int, int, Dict[str, float], int, int], None]  # as Ring.append
+Write = Callable[[int, int, Dict[str, float], int, int, int], None]  # as Ring.append
 
 
 class Border:
@@ -160,9 +160,8 @@ class DeviceSteps:
             "run_ahead_seconds": run_ahead,
             "exposed_seconds": exposed,
         }
-        self._write(
-            self._end_ns, int(span_seconds * 1e9) if border.is_typical else 0, seconds, border.flags, max(steps, 1)
-        )
+        span_ns = int(span_seconds * 1e9) if border.is_typical else 0
+        self._write(self._end_ns, span_ns, seconds, border.flags, max(steps, 1), border.ledger[LAST_END])
         if before is not None:
             self._clock.release(before.mark)
         if sample is not None:

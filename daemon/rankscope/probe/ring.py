@@ -66,17 +66,26 @@ class Ring:
         )
         self._memory[: len(fixed)] = fixed
 
-    def append(self, end_ns: int, span_ns: int, seconds: Dict[str, float], flags: int, steps: int) -> None:
-        """One record; `seconds` are those of layout.SECONDS that were measured. The checksum covers the sequence number
-        and the ring's counters move last: a reader that comes in between finds neither the old record nor the new one,
-        never a mixture."""
+    def append(
+        self,
+        end_ns: int,
+        span_ns: int,
+        seconds: Dict[str, float],
+        flags: int,
+        steps: int,
+        host_end_ns: Optional[int] = None,
+    ) -> None:
+        """One record; `seconds` are those of layout.SECONDS that were measured, and without `host_end_ns` the host ends
+        with the step. The checksum covers the sequence number and the ring's counters move last: a reader that comes in
+        between finds neither the old record nor the new one, never a mixture."""
         offset = ring_layout.HEADER_BYTES + self.records % ring_layout.CAPACITY * ring_layout.RECORD_BYTES
         self.records += 1
         self.steps += steps
         written = min(steps, ring_layout.MAX_STEPS)
         # A name that the record does not have makes one value too many, which raises.
         named = {**ring_layout.NOT_MEASURED, **seconds}
-        body = ring_layout.RECORD.pack(self.records, end_ns, span_ns, *named.values(), flags, written)
+        host_end_ns = end_ns if host_end_ns is None else host_end_ns
+        body = ring_layout.RECORD.pack(self.records, end_ns, host_end_ns, span_ns, *named.values(), flags, written)
         self._memory[offset : offset + ring_layout.RECORD_BYTES] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
         self._counters[0], self._counters[1] = self.records, self.steps
 

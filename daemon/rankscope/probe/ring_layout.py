@@ -1,4 +1,4 @@
-"""The ring's layout, version 3: what the probe writes and the daemon reads. Little-endian, fixed size.
+"""The ring's layout, version 4: what the probe writes and the daemon reads. Little-endian, fixed size.
 
       0  fixed part   magic, version, header bytes, record bytes, capacity, owner's pid, ring id; crc32
      64  counters     u64 records written so far, u64 steps so far; record n (from 1) lies in slot (n - 1) % capacity
@@ -20,7 +20,7 @@ iteration's figures only when the next forward has begun. NaN is "not measured".
 
 On a GPU (FLAG_DEVICE) the span is the device's, and so are `input_seconds` (the device stood still for it) and
 `exposed_seconds`; the end is when the device was done. A record is written when the device has finished the step, which
-may be many steps after the host has enqueued it."""
+may be many steps after the host has enqueued it, at `host_end_ns`. On a CPU this is the end."""
 
 import math
 import os
@@ -42,7 +42,7 @@ RING_NAME = "rankscope-ring"
 # process has open. Where the limit of open files is lower, it has any number.
 DESCRIPTORS = (500, 4000, 32000)
 MAGIC = b"RNKSCOPE"
-VERSION = 3
+VERSION = 4
 
 HEADER_BYTES = 8192
 CAPACITY = 8192
@@ -145,7 +145,12 @@ SECONDS = (
     "exposed_seconds",  # of communication
     "in_backward_seconds",  # inside backward passes, on a CPU
 )
-RECORD = Layout(sequence="Q", end_ns="q", span_ns="q", **dict.fromkeys(SECONDS, "f"), flags="H", steps="H")
+RECORD = Layout(
+    sequence="Q",
+    **dict.fromkeys(("end_ns", "host_end_ns", "span_ns"), "q"),
+    **dict.fromkeys(SECONDS, "f"),
+    **dict.fromkeys(("flags", "steps"), "H"),
+)
 RECORD_BYTES = RECORD.size + CHECKSUM.size
 RING_BYTES = HEADER_BYTES + CAPACITY * RECORD_BYTES
 NOT_MEASURED = dict.fromkeys(SECONDS, math.nan)

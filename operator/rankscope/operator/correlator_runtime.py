@@ -18,7 +18,6 @@ from rankscope.operator.access.api_server import UserApi, UserApiSettings
 from rankscope.operator.access.guard import CertificateAuthentication, CertificateMetricsGuard
 from rankscope.operator.access.profile_relay import JobNodes, ProfileRelay
 from rankscope.operator.access.run_service import UserJobs
-from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.alerts.alert import Wanted
 from rankscope.operator.captures.alert_captures import AlertCaptures
 from rankscope.operator.captures.audit import CaptureAudit
@@ -114,7 +113,8 @@ class CorrelatorRuntime:
             self.captures.watched,
             runs,
             UserJobs(lambda: self.jobs.correlator.states, hangs, self.jobs.reports, self.audit, has_namespaces=False),
-            Traces(calls, self._addresses),
+            calls,
+            self._addresses,
             self._relay,
             self.audit,
             tls,

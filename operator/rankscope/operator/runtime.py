@@ -17,7 +17,6 @@ from rankscope.operator.access.guard import TokenAuthentication
 from rankscope.operator.access.profile_relay import JobNodes, ProfileRelay
 from rankscope.operator.access.run_service import UserJobs
 from rankscope.operator.access.token_review import MetricsGuard, Reviews
-from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver, read_token
 from rankscope.operator.alerts.decision import AlertDecisions
 from rankscope.operator.captures.alert_captures import AlertCaptures
@@ -215,7 +214,8 @@ class Operator:
                     self.audit,
                     lambda: self.runs.watched.objects.values(),
                 ),
-                Traces(calls, self._addresses),
+                calls,
+                self._addresses,
                 self._relay,
                 self.audit,
                 callers_tls,

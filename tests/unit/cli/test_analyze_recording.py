@@ -23,10 +23,12 @@ def test_the_slow_rank_and_its_windows_are_printed(recording: Command) -> None:
 
 def test_the_verdict_as_json(recording: Command) -> None:
     report = recording.json(RECORDINGS / "pp2_dp2_healthy.npz")
-    assert (report["verdict"], report["culprits"], report["unmatched_operations"]) == ("healthy", [], 0)
+    assert (report["verdict"], report["culprits"], report["operations"]) == ("healthy", [], 18_844)
+    assert report["unmatched_operations"] < 10
     assert [rank["stage"] for rank in report["ranks"]] == [0, 0, 1, 1]
-    window = report["windows"][5]
-    assert (window["first_step"], window["last_step"]) == (89, 103)
+    assert report["live_verdict"] == ""
+    window = next(window for window in report["windows"] if window["first_step"] == 89)
+    assert window["last_step"] == 96
     assert window["step_seconds"] == pytest.approx(0.084, abs=0.002) and 0.15 < window["communication"] < 0.25
     assert all(0.0 < rank["own"] < 0.5 and abs(rank["returns"]) < 0.05 for rank in window["ranks"])
 

@@ -44,8 +44,10 @@ class Writer:
         steps: int = 1,
         device: tuple[float, float, float] = NAN4[:3],
         backward: float = float("nan"),
+        ahead: float = 0.0,
     ) -> None:
-        """`device`: the host's time, its run-ahead, and exposed communication."""
+        """`device`: the host's time, its run-ahead, and exposed communication. `ahead`: milliseconds from the host's
+        end of the step to that of the device."""
         span_ns = int(milliseconds * MS)
         self.end_ns += span_ns
         seconds = {
@@ -57,7 +59,7 @@ class Writer:
             **dict(zip(ring_layout.DDP_SECONDS, ddp, strict=True)),
             **dict(zip(("host_seconds", "run_ahead_seconds", "exposed_seconds"), device, strict=True)),
         }
-        self.ring.append(self.end_ns, span_ns, seconds, flags, steps)
+        self.ring.append(self.end_ns, span_ns, seconds, flags, steps, self.end_ns - int(ahead * MS))
 
     def rewrite(self, number: int, **changes: float) -> None:
         """Record `number` with other values and a right checksum."""

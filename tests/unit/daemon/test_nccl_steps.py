@@ -8,51 +8,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from rankscope.analysis.step_graph.window_operations import join
 from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, rank_metrics
 from rankscope.daemon.samples import StepSample
 from rankscope.daemon.steps.collector import StepsCollector
-from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RECORD_DTYPE
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import nccl_layout, ring_layout
-from rankscope.probe.nccl_plugin import NcclPlugin
 from rankscope.v1.window_pb2 import RankWindow
+from tests.unit.daemon.nccl_writer import HASH, NcclWriter
 from tests.unit.daemon.ring_writer import ME, MS, Writer, sample_of, window
 
 FLAGS = ring_layout.FLAG_DEVICE | ring_layout.FLAG_NCCL
-HASH = 0x1234_5678_9ABC
 EXPOSED = (7, 4, 2, ring_layout.GROUP_EXPOSED)
-
-
-class NcclWriter:
-    """The plugin's side, in this process."""
-
-    def __init__(self) -> None:
-        self.plugin = NcclPlugin()
-        self.descriptor = self.plugin._make_memory()
-        self._records = 0
-        self.count()
-        self.load()
-
-    def count(self, **counters: int) -> None:
-        row = np.zeros(1, COMMUNICATOR_DTYPE)
-        row["hash"], row["ranks"], row["rank"] = HASH, 4, 2
-        for name, value in counters.items():
-            row[name] = value
-        os.pwrite(self.descriptor, row.tobytes(), nccl_layout.COMMUNICATORS_OFFSET)
-
-    def load(self, interface: int = 5) -> None:
-        os.pwrite(self.descriptor, nccl_layout.WANTED.pack(interface), nccl_layout.INTERFACE_OFFSET)
-
-    def collective(self, end_ns: int, milliseconds: float) -> None:
-        made = np.zeros(1, RECORD_DTYPE)
-        slot = self._records
-        self._records += 1
-        made["number"], made["function"], made["communicator"] = self._records, 1, HASH & 0xFFFFFFFF
-        made["bytes"], made["algorithm"], made["protocol"] = 1_000_000, 1, 3
-        made["start_ns"], made["stop_ns"], made["seen_ns"] = end_ns - int(milliseconds * MS), end_ns, end_ns
-        os.pwrite(self.descriptor, made.tobytes(), nccl_layout.HEADER_BYTES + slot * nccl_layout.RECORD.size)
-        counters = nccl_layout.COUNTERS.pack(self._records, 0)
-        os.pwrite(self.descriptor, counters, nccl_layout.COUNTERS_OFFSET)
 
 
 @pytest.fixture
@@ -166,3 +133,21 @@ def test_a_descriptor_of_something_else_leaves_the_steps(writer: Writer, nccl: N
     finally:
         if what in ("file", "unsealed"):
             os.close(descriptor)
+
+
+def test_operations_belong_to_the_step_that_issued_them(writer: Writer, nccl: NcclWriter) -> None:
+    """The host is two steps ahead of its device."""
+    collector = StepsCollector()
+    nccl.count(ranks=2)
+    writer.ring.write_facts({"nccl_descriptor": nccl.descriptor})
+    step(writer)
+    sample_of(collector)
+    sent = []
+    for _ in range(3):
+        for _ in range(4):
+            writer.step(50, flags=FLAGS, device=(0.05, 0.0, float("nan")), ahead=120)
+            nccl.collective(writer.end_ns - 5 * MS, 8, issued_ns=writer.end_ns - 140 * MS)
+        sent.append(sample_of(collector).operations)
+    rows = join([part for part in sent if part is not None])
+    assert len(rows) >= 4 and np.diff(rows.step).tolist() == [1] * (len(rows) - 1)
+    assert rows.step[0] == 2, "one operation a step, from the first that has one"

@@ -92,7 +92,7 @@ def test_counters_that_go_backwards_or_jump_are_refused(
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"version": 9}, "version", "ring version 9 is newer than this daemon's 3; upgrade the daemon"),
+        ({"version": 9}, "version", "ring version 9 is newer than this daemon's 4; upgrade the daemon"),
         ({"magic": b"SOMETHIN"}, "corrupt", "SOMETHIN"),
         ({"capacity": 2**31}, "corrupt", "sizes"),
         ({"record_bytes": 1}, "corrupt", "sizes"),
@@ -270,12 +270,12 @@ def test_records_that_claim_the_most_steps_use_bounded_memory(writer: Writer, co
 
 def test_a_signalling_nan_is_not_measured_and_complains_nowhere(writer: Writer, collector: StepsCollector) -> None:
     writer.step(10)
-    offset = ring_layout.HEADER_BYTES + 24  # the first of the seconds
+    before = 32  # bytes before the first of the seconds
+    offset = ring_layout.HEADER_BYTES + before
     writer.write[offset : offset + 4] = b"\x01\x00\x80\x7f"
     body = writer.write[ring_layout.HEADER_BYTES : ring_layout.HEADER_BYTES + ring_layout.RECORD.size]
-    writer.write[offset + ring_layout.RECORD.size - 24 : offset + ring_layout.RECORD.size - 20] = (
-        ring_layout.CHECKSUM.pack(zlib.crc32(body))
-    )
+    end = ring_layout.HEADER_BYTES + ring_layout.RECORD.size
+    writer.write[end : end + ring_layout.CHECKSUM.size] = ring_layout.CHECKSUM.pack(zlib.crc32(body))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sample = sample_of(collector)

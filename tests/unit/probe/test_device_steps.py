@@ -70,8 +70,19 @@ class Job:
         self.records: list[dict[str, float]] = []
         self.device = DeviceSteps(self.spans.clock, self.spans, self._write)
 
-    def _write(self, end_ns: int, span_ns: int, seconds: dict[str, float], flags: int, steps: int) -> None:
-        self.records.append({"end": end_ns / MS, "span": span_ns / MS, "steps": steps, "flags": flags, **seconds})
+    def _write(
+        self, end_ns: int, span_ns: int, seconds: dict[str, float], flags: int, steps: int, host_end_ns: int
+    ) -> None:
+        self.records.append(
+            {
+                "end": end_ns / MS,
+                "host_end": host_end_ns / MS,
+                "span": span_ns / MS,
+                "steps": steps,
+                "flags": flags,
+                **seconds,
+            }
+        )
 
     def border(self) -> None:
         self.tally.ledger[STEPS] += 1
@@ -99,6 +110,8 @@ def test_a_step_takes_its_device_time_despite_an_early_host(job: Job) -> None:
     assert job.median("host_seconds") == pytest.approx(58.0, abs=0.1)
     assert job.median("run_ahead_seconds") == pytest.approx(20 * 54.0, rel=0.1)
     assert all(record["flags"] & ring_layout.FLAG_DEVICE for record in job.records)
+    ahead = [record["end"] - record["host_end"] for record in job.records[20:]]
+    assert median(ahead) == pytest.approx(20 * 54.0, rel=0.1)
 
 
 def test_a_late_host_is_never_ahead(job: Job) -> None:

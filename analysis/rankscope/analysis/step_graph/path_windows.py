@@ -3,18 +3,21 @@ estimates what would come back if a rank worked as its peers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import mode
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, rows_of_groups
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, rows_of_groups, take_rows
 from rankscope.analysis.step_graph.graph import StepGraph
-from rankscope.analysis.step_graph.operations import Operations
+from rankscope.analysis.step_graph.operations import Operations, since_issued
 from rankscope.analysis.step_graph.past_work import PastWork
 from rankscope.analysis.step_graph.roles import Parts, Peers, find_stages
 
-WINDOW_STEPS = 16
+# A recording is judged in windows of so many steps, about as many as a window of a running job has.
+WINDOW_STEPS = 8
 MIN_WINDOW_STEPS = 4
 # The ranks with the largest excess on the path are replayed, twice each.
 MAX_RANKS_REPLAYED = 8
@@ -23,6 +26,7 @@ MIN_EXCESS_SHARE = 0.02
 UNREMARKABLE_RETURNS = 0.025
 # A step with fewer operations than this share of the usual was not recorded as a whole.
 WHOLE_STEP_RATIO = 0.6
+MAX_STAGES = 5  # of a rank, of which the most frequent counts
 
 
 @dataclass(frozen=True)
@@ -52,145 +56,142 @@ class PathWindow:
         return returns
 
 
-@dataclass(frozen=True)
-class PathWindows:
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-    operations: int
-    lonely: int
-    windows: tuple[PathWindow, ...]
+class PathFinder:
+    """Finds the path in one window of a job after the other, and learns from them what a window alone does not show."""
+
+    def __init__(self) -> None:
+        self._stages: dict[int, deque[int]] = {}
+        self._past = PastWork()
+        self.lonely = 0  # operations that one rank alone recorded
+
+    @property
+    def stages(self) -> dict[int, int]:
+        """The pipeline stage of each rank, as most of the last windows show; empty before the first one."""
+        return {rank: mode(reversed(stages)) for rank, stages in self._stages.items()}
+
+    def find(self, operations: Operations) -> PathWindow | None:
+        """The window of these steps; None if too few are whole. A step begins where the one before ends, so that the
+        first of consecutive steps only shows where the next begins."""
+        graph = StepGraph.build(operations)
+        self.lonely += graph.meetings.lonely
+        by_rank = self._vote(find_stages(graph))
+        steps = _Steps.of(graph)
+        if np.count_nonzero(steps.inside) < MIN_WINDOW_STEPS:
+            return None
+        ranks = np.array(list(by_rank), dtype=np.int64)
+        stages = np.array(list(by_rank.values()), dtype=np.int64)
+        parts = Parts.of(graph, by_rank)
+        peers = self._past.fill(graph, parts, Peers.of(graph, by_rank, parts))
+        position = np.searchsorted(ranks, graph.operations.rank)
+        window = _window(_Sums(graph, steps.inside[steps.of_row], position, len(ranks)), steps, peers, ranks, stages)
+        self._past.learn(graph, parts, (window.returns < UNREMARKABLE_RETURNS)[position])
+        return window
+
+    def _vote(self, seen: dict[int, int]) -> dict[int, int]:
+        if seen.keys() != self._stages.keys():
+            self._stages = {rank: deque(maxlen=MAX_STAGES) for rank in seen}
+        for rank, stage in seen.items():
+            self._stages[rank].append(stage)
+        return self.stages
+
+    def find_all(self, operations: Operations) -> Iterator[PathWindow]:
+        """The windows of a recording, in their order."""
+        steps = whole_steps(operations)
+        for stretch in np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1):
+            # Windows of a stretch share a step: the end of one is the beginning of the next.
+            for first in range(0, len(stretch) - 1, WINDOW_STEPS):
+                rows = take_rows(operations, np.isin(operations.step, stretch[first : first + WINDOW_STEPS + 1]))
+                # The clocks of host and GPU drift apart over a recording.
+                window = self.find(replace(rows, queued_ns=since_issued(rows.rank, rows.queued_ns)))
+                if window is not None:
+                    yield window
 
 
-StagesOf = Callable[[StepGraph], dict[int, int]]
-
-
-def find_windows(
-    operations: Operations,
-    window_steps: int | None = WINDOW_STEPS,
-    stages_of: StagesOf = find_stages,
-    past: PastWork | None = None,
-) -> PathWindows:
-    """Windows of so many steps that follow each other; with None, one window of all steps. `past` learns from it."""
-    graph = StepGraph.build(operations)
-    by_rank = stages_of(graph)
-    ranks = np.array(list(by_rank), dtype=np.int64)
-    stages = np.array(list(by_rank.values()), dtype=np.int64)
-    steps = _Steps.of(graph, window_steps)
-    parts = Parts.of(graph, by_rank)
-    peers = Peers.of(graph, by_rank, parts)
-    if past is not None:
-        peers = past.fill(graph, parts, peers)
-    position = np.searchsorted(ranks, graph.operations.rank)
-    table = _Table(graph, steps, position, len(ranks))
-    excess = table.on_path(np.nan_to_num(graph.own_ns - peers.own_ns)) / table.path_ns[:, None]
-    losses = _losses(graph, steps, excess.max(axis=0, initial=0.0), ranks, stages, peers.own_ns)
-    windows = tuple(_window(number, table, peers, losses, ranks, stages) for number in range(steps.windows))
-    if past is not None and windows:
-        past.learn(graph, parts, (windows[0].returns < UNREMARKABLE_RETURNS)[position])
-    return PathWindows(tuple(ranks.tolist()), tuple(stages.tolist()), len(graph), graph.meetings.lonely, windows)
+def whole_steps(operations: Operations) -> Ints:
+    """The numbers of the steps of which all ranks have operations."""
+    number, count = number_groups(operations.step, operations.rank)
+    sent = np.zeros(count, dtype=np.int64)
+    sent[number] = operations.step
+    steps, ranks_of_step = np.unique(sent, return_counts=True)
+    return np.asarray(steps[ranks_of_step == len(operations.ranks)])
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """One row per step and stretch. Windows have a number from 0; steps that are in none have -1."""
+    """One row per step and stretch."""
 
     of_row: Ints  # of the graph
     stretch: Ints
     step: Ints
-    window: Ints
+    inside: Bools  # whole, and after one that is whole
     nanoseconds: Floats
 
     @classmethod
-    def of(cls, graph: StepGraph, window_steps: int | None) -> _Steps:
+    def of(cls, graph: StepGraph) -> _Steps:
         of_row, count = number_groups(graph.meetings.stretch, graph.meetings.step)
         stretch, step = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         stretch[of_row], step[of_row] = graph.meetings.stretch, graph.meetings.step
         operations = np.bincount(of_row, minlength=count).astype(np.float64)
         whole = operations >= WHOLE_STEP_RATIO * median_or_nan(operations)
-        # A step begins where the one before ends, so that the first of a stretch has no beginning.
-        follows = np.zeros(count, dtype=bool)
-        follows[1:] = whole[1:] & whole[:-1] & (np.diff(step) == 1) & (np.diff(stretch) == 0)
-        steps = cls(of_row, stretch, step, _chunks(follows, window_steps), np.zeros(count))
-        return cls(of_row, stretch, step, steps.window, steps.durations(graph.operations.stop_ns))
+        inside = np.zeros(count, dtype=bool)
+        inside[1:] = whole[1:] & whole[:-1] & (np.diff(step) == 1) & (np.diff(stretch) == 0)
+        steps = cls(of_row, stretch, step, inside, np.zeros(count))
+        return replace(steps, nanoseconds=steps.durations(graph.operations.stop_ns))
 
     def durations(self, stop_ns: Ints) -> Floats:
-        """Nanoseconds from the end of the step before; 0 for a step outside the windows."""
+        """Nanoseconds from the end of the step before; 0 for a step that is not inside."""
         ends = np.full(len(self.step), np.iinfo(np.int64).min)
         np.maximum.at(ends, self.of_row, stop_ns)
         for rows in rows_of_groups(self.stretch, int(self.stretch.max(initial=-1)) + 1):
             ends[rows] = np.maximum.accumulate(ends[rows])
-        return np.where(self.window >= 0, np.diff(ends, prepend=ends[:1]), 0).astype(np.float64)
-
-    @property
-    def windows(self) -> int:
-        return int(self.window.max(initial=-1)) + 1
+        return np.where(self.inside, np.diff(ends, prepend=ends[:1]), 0).astype(np.float64)
 
 
-def _chunks(follows: Bools, window_steps: int | None) -> Ints:
-    """Numbers of windows of steps that follow each other."""
-    if window_steps is None:
-        is_enough = np.count_nonzero(follows) >= MIN_WINDOW_STEPS
-        return np.where(follows & is_enough, 0, -1)
-    window = np.full(len(follows), -1, dtype=np.int64)
-    count = 0
-    borders = np.flatnonzero(np.diff(follows, prepend=False, append=False))
-    for begin, end in borders.reshape(-1, 2).tolist():
-        for first in range(begin, end, window_steps):
-            last = min(first + window_steps, end)
-            if last - first >= MIN_WINDOW_STEPS:
-                window[first:last] = count
-                count += 1
-    return window
+class _Sums:
+    """Sums of nanoseconds by rank, of all operations or of those on the critical path."""
 
-
-class _Table:
-    """Sums of nanoseconds by window and rank, of all operations or of those on the critical path."""
-
-    def __init__(self, graph: StepGraph, steps: _Steps, position: Ints, ranks: int) -> None:
-        self.graph, self.steps = graph, steps
-        self._shape = (steps.windows, ranks)
-        window = steps.window[steps.of_row]
-        self._rows = np.flatnonzero(window >= 0)
-        self._cell = window[self._rows] * ranks + position[self._rows]
+    def __init__(self, graph: StepGraph, inside: Bools, position: Ints, ranks: int) -> None:
+        self.graph = graph
+        self._ranks = ranks
+        self._rows = np.flatnonzero(inside)
+        self._position = position
         path = graph.path()
-        self._path = path[window[path] >= 0]
-        self._late = graph.last[self._path]
-        self._path_cell = window[self._path] * ranks + position[self._late]
-        self.transfer_ns = self._sums(self._path_cell, graph.transfer_ns[self._path]).sum(axis=1)
+        path = path[inside[path]]
+        self._late = graph.last[path]
+        self.transfer_ns = float(graph.transfer_ns[path].sum())
         self.own_ns = self.on_path(graph.own_ns)
-        self.path_ns = np.maximum(self.transfer_ns + self.own_ns.sum(axis=1), 1.0)
+        self.path_ns = max(self.transfer_ns + float(self.own_ns.sum()), 1.0)
 
     def on_path(self, values: Ints | Floats) -> Floats:
         """Sums over the operations on the path, for the ranks that arrived last."""
-        return self._sums(self._path_cell, values[self._late])
+        return self._by_rank(self._late, values)
 
     def of_all(self, values: Ints | Floats) -> Floats:
-        return self._sums(self._cell, values[self._rows])
+        return self._by_rank(self._rows, values)
 
-    def _sums(self, cell: Ints, values: Ints | Floats) -> Floats:
-        sums = np.bincount(cell, weights=values, minlength=self._shape[0] * self._shape[1])
-        return sums.astype(np.float64).reshape(self._shape)
+    def _by_rank(self, rows: Ints, values: Ints | Floats) -> Floats:
+        sums = np.bincount(self._position[rows], weights=values[rows], minlength=self._ranks)
+        return sums.astype(np.float64)
 
 
-def _window(number: int, table: _Table, peers: Peers, losses: Floats, ranks: Ints, stages: Ints) -> PathWindow:
-    graph, steps = table.graph, table.steps
-    rows = steps.window == number
-    count, own = int(rows.sum()), table.own_ns[number]
+def _window(sums: _Sums, steps: _Steps, peers: Peers, ranks: Ints, stages: Ints) -> PathWindow:
+    graph, count = sums.graph, int(np.count_nonzero(steps.inside))
     is_compared = ~np.isnan(peers.own_ns)
-    own_ns = table.of_all(graph.own_ns)[number]
-    excess = table.of_all(np.where(is_compared, graph.own_ns - peers.own_ns, 0.0))[number]
-    issued_late = table.of_all(np.where(is_compared, graph.host_ns - peers.host_ns, 0.0))[number]
+    on_path = sums.on_path(np.nan_to_num(graph.own_ns - peers.own_ns)) / sums.path_ns
+    own_ns = sums.of_all(graph.own_ns)
+    excess = sums.of_all(np.where(is_compared, graph.own_ns - peers.own_ns, 0.0))
+    issued_late = sums.of_all(np.where(is_compared, graph.host_ns - peers.host_ns, 0.0))
     with np.errstate(divide="ignore", invalid="ignore"):
         late_share = np.where(excess > 0, issued_late / excess, np.nan)
     return PathWindow(
         ranks,
         stages,
-        steps.step[rows],
-        steps.nanoseconds[rows],
-        losses[rows],
-        float(table.transfer_ns[number] / table.path_ns[number]),
-        own / table.path_ns[number],
-        float(table.on_path(np.where(is_compared, graph.own_ns, 0))[number].sum() / max(own.sum(), 1.0)),
+        steps.step[steps.inside],
+        steps.nanoseconds[steps.inside],
+        _losses(graph, steps, on_path, ranks, stages, peers.own_ns)[steps.inside],
+        sums.transfer_ns / sums.path_ns,
+        sums.own_ns / sums.path_ns,
+        float(sums.on_path(np.where(is_compared, graph.own_ns, 0)).sum() / max(float(sums.own_ns.sum()), 1.0)),
         own_ns / count / 1e9,
         (own_ns - excess) / count / 1e9,
         late_share,

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median, mode
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, take_rows
-from rankscope.analysis.step_graph.graph import StepGraph
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, take_rows
 from rankscope.analysis.step_graph.operations import Operations
-from rankscope.analysis.step_graph.past_work import PastWork
-from rankscope.analysis.step_graph.path_windows import MIN_WINDOW_STEPS, PathWindow, find_windows
-from rankscope.analysis.step_graph.roles import find_stages
+from rankscope.analysis.step_graph.path_windows import MIN_WINDOW_STEPS, PathFinder, PathWindow, whole_steps
 from rankscope.analysis.step_graph.window_operations import RankOperations, join
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, ranks
@@ -23,7 +20,6 @@ from rankscope.analysis.verdicts.windows import JobWindow
 
 # Losses are compared over the windows since a rank became slow, but not over more than these.
 MAX_WINDOWS = 30
-MAX_STAGES = 5  # of a rank, of which the most frequent counts
 # Operations of a job that wait until all ranks have sent the same steps.
 MAX_PENDING_ROWS = 1 << 20
 # A window has at most so many rows, or a few more steps; a larger job is judged by sums.
@@ -96,7 +92,7 @@ def judge_path(windows: Sequence[PathWindow], policy: Policy = DEFAULT_POLICY) -
     needed = policy.windows_for_alarm
     if len(windows) < needed:
         return Verdict(Kind.INSUFFICIENT_DATA, f"{len(windows)} windows of whole steps; a verdict needs {needed}")
-    compared = median_or_nan(np.array([window.compared for window in windows]))
+    compared = median_or_nan(np.array([window.compared for window in windows[-policy.windows_kept :]]))
     if not compared >= FIXED.path_compared_share:
         return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
     history = PathHistory(policy)
@@ -105,6 +101,11 @@ def judge_path(windows: Sequence[PathWindow], policy: Policy = DEFAULT_POLICY) -
     counts = np.array([slow[max(0, end - policy.windows_kept) : end].sum(axis=0) for end in last])
     culprits = np.flatnonzero((counts >= needed).any(axis=0))
     if not len(culprits):
+        last_slow = slow[-(needed - 1) :].all(axis=0)
+        if last_slow.any():
+            names = tuple(windows[0].ranks[last_slow].tolist())
+            reason = f"{ranks(names)} held up the others in the last {needed - 1} windows; a verdict needs {needed}"
+            return Verdict(Kind.INSUFFICIENT_DATA, reason)
         return Verdict(Kind.HEALTHY, "no rank holds up the others on the critical path")
     during = np.flatnonzero(slow[:, culprits].any(axis=1))
     shown = windows[int(during[0]) : int(during[-1]) + 1]
@@ -131,8 +132,7 @@ class LivePath:
         self._history = PathHistory(policy)
         self._compared: deque[float] = deque(maxlen=policy.windows_kept)
         self._parts: dict[int, list[RankOperations]] = {}
-        self._stages: dict[int, deque[int]] = {}
-        self._past = PastWork()
+        self._finder = PathFinder()
         self._judged = -1  # the last step that was in a window
         self._is_fed = False
         self._missed = 0  # windows without a judgement
@@ -143,11 +143,6 @@ class LivePath:
     def is_known(self) -> bool:
         """Operations arrive, and are enough to judge by."""
         return self._is_fed and self._missed <= self._patience
-
-    @property
-    def stages(self) -> dict[int, int]:
-        """The pipeline stage of each rank, as most of the last windows show; empty before the first one."""
-        return {rank: mode(reversed(stages)) for rank, stages in self._stages.items()}
 
     def add(self, window: JobWindow) -> None:
         """Looks at one rank only until there are operations: most jobs have none."""
@@ -162,7 +157,7 @@ class LivePath:
 
     def with_stages(self, window: JobWindow) -> JobWindow:
         """Fill in the stages that the operations show, where the program declares none."""
-        columns, stages = window.columns, self.stages
+        columns, stages = window.columns, self._finder.stages
         ranks = columns.rank.tolist()
         if not stages or (columns.stage >= 0).any() or any(rank not in stages for rank in ranks):
             return window
@@ -194,35 +189,22 @@ class LivePath:
         rows = _whole_steps(rows, len(ranks), self._judged, complete)
         rest_seconds = min(len(rows) * ROW_SECONDS / CPU_SHARE, MAX_REST_SECONDS)
         self._rested_unix_seconds = window.end_unix_seconds + rest_seconds
-        windows = find_windows(rows, None, self._vote, self._past).windows
-        if not windows:
-            return None
-        self._judged = complete
-        self._drop(complete)
-        return windows[0]
+        found = self._finder.find(rows)
+        if found is not None:
+            self._judged = complete
+            self._drop(complete)
+        return found
 
     def _drop(self, before: int) -> None:
         self._parts = {
             rank: [part for part in parts if part.last_step >= before] for rank, parts in self._parts.items()
         }
 
-    def _vote(self, graph: StepGraph) -> dict[int, int]:
-        seen = find_stages(graph)
-        if seen.keys() != self._stages.keys():
-            self._stages = {rank: deque(maxlen=MAX_STAGES) for rank in seen}
-        for rank, stage in seen.items():
-            self._stages[rank].append(stage)
-        return self.stages
-
 
 def _whole_steps(operations: Operations, world_size: int, first: int, last: int) -> Operations:
     """The operations of the steps that all ranks have sent."""
     wanted = take_rows(operations, (operations.step >= first) & (operations.step <= last))
-    number, count = number_groups(wanted.step, wanted.rank)
-    sent = np.zeros(count, dtype=np.int64)
-    sent[number] = wanted.step
-    steps, ranks_of_step = np.unique(sent, return_counts=True)
-    steps = steps[ranks_of_step == world_size]
+    steps = whole_steps(wanted) if len(wanted.ranks) == world_size else wanted.step[:0]
     most = max(2 * MIN_WINDOW_STEPS, MAX_WINDOW_ROWS * len(steps) // max(len(wanted), 1))
     rows = take_rows(wanted, np.isin(wanted.step, steps[-most:]))
     return rows if len(rows) <= MAX_JOB_ROWS else take_rows(rows, slice(0))

@@ -21,7 +21,7 @@ from rankscope.analysis.profiles.phases import phase_of
 from rankscope.analysis.profiles.profile import Profile, profile_of_columns
 from rankscope.analysis.stats.robust import Ints
 from rankscope.common.text import printable
-from rankscope.daemon.samples import Recording
+from rankscope.daemon.samples import MAX_RANK, Recording
 
 NAME_CHARACTERS: Final = 256
 MAX_FRAMES_PER_STACK: Final = 512
@@ -35,7 +35,6 @@ MAX_STACK_FRAMES: Final = MAX_STACKS_PER_INTERVAL * MAX_FRAMES_PER_STACK
 MORE_FRAMES: Final = Frame("(more frames)", "", 0)
 MAX_SAMPLES: Final = 1_000_000  # of a stack in an interval
 # Numbers beyond these come from no recording.
-MAX_RANK: Final = 1 << 31
 MAX_PERIOD_NANOS: Final = 10**12
 MAX_CHUNK_BYTES: Final = 256 << 20  # a damaged chunk must not fill the memory
 COMPRESSION_LEVEL: Final = 1  # takes half the time of the default, for a fifth more bytes

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Final, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 import grpc
 
@@ -18,26 +17,21 @@ from rankscope.analysis.profiles.profile import Profile
 from rankscope.analysis.profiles.stack_groups import frame_text
 from rankscope.common.text import printable
 from rankscope.common.token_bucket import TokenBucket
-from rankscope.daemon.profiles.segment import MAX_RANK
 from rankscope.daemon.profiles.store import ProfileStore, Query
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StallDump
-from rankscope.daemon.server.grpc_server import Service, abort
+from rankscope.daemon.server.grpc_server import Service
+from rankscope.daemon.server.rank_requests import RequestError, check_names, ranks_of, refusing, turn
 from rankscope.v1 import profile_service_pb2 as pb
 from rankscope.v1 import profile_service_pb2_grpc
 
 CHUNK_BYTES: Final = 256 * 1024
-# Of a request, whose message has at most 64 KiB.
-NAME_CHARACTERS: Final = 512
-MAX_RANKS: Final = 16384
-MAX_NAMES: Final = 1024  # threads, phases and pods
 MAX_SPAN_SECONDS: Final = 86400.0
 # Of an answer: what readers of profiles take.
 MAX_ROWS: Final = 1 << 18
 MAX_FRAMES: Final = 128  # of one stack
 TEXT_CHARACTERS: Final = 512
-# Reading costs the daemon CPU time: so many at once, and a caller waits so long for its turn.
+# Reading costs the daemon CPU time.
 QUERIES_AT_ONCE: Final = 2
-QUEUE_SECONDS: Final = 5.0
 SEND_SECONDS: Final = 30.0
 # One dump is a py-spy process per rank.
 DUMPS_BURST: Final = 4.0
@@ -48,12 +42,6 @@ OFF: Final = "profiles are not kept on this node (profile_dir = none); pass --pr
 
 Dump = Callable[[Sequence[RankProcess]], Mapping[RankKey, StallDump | Problem]]
 ReadRecorders = Callable[[Sequence[RankProcess]], Mapping[RankKey, pb.FlightRecorderTail]]
-
-
-class RequestError(Exception):
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
@@ -81,10 +69,10 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
     def QueryProfile(
         self, request: pb.QueryProfileRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.QueryProfileResponse]:
-        with _refusing(context):
+        with refusing(context):
             store = self._open_store()
             query = self._query_of(request.selection)
-            with _turn(self._querying, "others are reading profiles of this node"):
+            with turn(self._querying, "others are reading profiles of this node"):
                 content = self._encode(store, query)
         # A caller that does not read must not keep a thread of the server.
         too_late = threading.Timer(SEND_SECONDS, context.cancel)
@@ -101,7 +89,7 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
     def CompareProfiles(
         self, request: pb.CompareProfilesRequest, context: grpc.ServicerContext
     ) -> pb.CompareProfilesResponse:
-        with _refusing(context):
+        with refusing(context):
             store = self._open_store()
             selection = request.selection
             if not selection.ranks and not request.HasField("reference"):
@@ -110,7 +98,7 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
                 )
             query = self._query_of(selection)
             reference_query = self._reference_query(request)
-            with _turn(self._querying, "others are reading profiles of this node"):
+            with turn(self._querying, "others are reading profiles of this node"):
                 profile, reference = store.query(query), store.query(reference_query)
                 if not request.HasField("reference"):
                     reference = reference.filter(ranks=set(reference.rank.tolist()) - set(selection.ranks))
@@ -126,10 +114,10 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
         )
 
     def DumpStacks(self, request: pb.DumpStacksRequest, context: grpc.ServicerContext) -> pb.DumpStacksResponse:
-        with _refusing(context):
-            _check_names(request.job, request.ranks, request.pods)
-            chosen = self._chosen(request)
-            with _turn(self._dumping, "the stacks of this node are being dumped for another caller"):
+        with refusing(context):
+            check_names(request.job, request.ranks, request.pods)
+            chosen = ranks_of(request, self._ranks())
+            with turn(self._dumping, "the stacks of this node are being dumped for another caller"):
                 now_seconds = self._monotonic_seconds()
                 if chosen and not self._dumps.take(now_seconds):
                     wait_seconds = self._dumps.wait_seconds(now_seconds)
@@ -151,7 +139,7 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
         return self._store
 
     def _query_of(self, selection: pb.ProfileSelection) -> Query:
-        _check_names(selection.job, selection.ranks, selection.threads, selection.phases)
+        check_names(selection.job, selection.ranks, selection.threads, selection.phases)
         unknown = [phase for phase in selection.phases if phase not in PHASES]
         if unknown:
             text = f"no phase {printable(unknown[0], 64)!r}; there are {', '.join(PHASES)}"
@@ -184,17 +172,6 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
             getattr(reference, name).extend(getattr(given, name))
         return self._query_of(reference)
 
-    def _chosen(self, request: pb.DumpStacksRequest) -> list[RankProcess]:
-        pods, wanted = frozenset(request.pods), frozenset(request.ranks)
-        return [
-            rank
-            for rank in self._ranks()
-            if (not wanted or rank.rank in wanted)
-            and (not pods or rank.pod in pods)
-            # A pod says enough while the operator has not named its run.
-            and (rank.job == request.job or (bool(pods) and "/" not in rank.job))
-        ]
-
     def _encode(self, store: ProfileStore, query: Query) -> bytes:
         profile = store.query(query)
         _check_size(profile)
@@ -223,38 +200,6 @@ class ProfileServicer(profile_service_pb2_grpc.ProfileServiceServicer):
 
 def profile_service(servicer: ProfileServicer) -> Service:
     return Service.of("ProfileService", profile_service_pb2_grpc.add_ProfileServiceServicer_to_server, servicer)
-
-
-@contextmanager
-def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
-    try:
-        yield
-    except RequestError as error:
-        abort(context, error.code, str(error))
-
-
-@contextmanager
-def _turn(places: threading.Semaphore, taken: str) -> Iterator[None]:
-    if not places.acquire(timeout=QUEUE_SECONDS):
-        raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{taken}; try again in a few seconds")
-    try:
-        yield
-    finally:
-        places.release()
-
-
-def _check_names(job: str, ranks: Collection[int], *names: Collection[str]) -> None:
-    def refuse(text: str) -> NoReturn:
-        raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, text)
-
-    if not job:
-        refuse("name the run; `rankscope top` lists them")
-    if len(ranks) > MAX_RANKS or any(rank >= MAX_RANK for rank in ranks):
-        refuse(f"ranks: up to {MAX_RANKS} numbers below {MAX_RANK} can be named")
-    if any(len(group) > MAX_NAMES for group in names):
-        refuse(f"up to {MAX_NAMES} names of a kind can be given")
-    if any(len(name) > NAME_CHARACTERS for name in (job, *(name for group in names for name in group))):
-        refuse(f"a name has more than {NAME_CHARACTERS} characters")
 
 
 def _check_size(profile: Profile) -> None:

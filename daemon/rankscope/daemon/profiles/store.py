@@ -20,8 +20,8 @@ from rankscope.analysis.profiles.profile import Profile, SampledStack, merge
 from rankscope.common.text import printable_name
 from rankscope.daemon.config import Config
 from rankscope.daemon.profiles.database import Database, Limits, RankInterval, StoreError, read
-from rankscope.daemon.profiles.segment import MAX_PERIOD_NANOS, MAX_RANK, MAX_STACKS_PER_INTERVAL, DamagedError
-from rankscope.daemon.samples import Problem, Recording, Span
+from rankscope.daemon.profiles.segment import MAX_PERIOD_NANOS, MAX_STACKS_PER_INTERVAL, DamagedError
+from rankscope.daemon.samples import MAX_RANK, Problem, Recording, Span
 
 RUN_CHARACTERS: Final = 288  # no name that the operator gives, with its number, is cut
 MAX_QUEUE: Final = 512  # recordings

@@ -90,7 +90,8 @@ def _read_times(
         return made, progress
     timed = _timed(found, records.table, memory.communicators)
     is_whole = ((steps["flags"] & ring_layout.FLAG_NCCL) != 0) & (steps["steps"] == 1)
-    ends = StepEnds(role.step_numbers, np.maximum.accumulate(steps["end_ns"]), is_whole)
+    # A host may issue the operations of steps that its device begins much later.
+    ends = StepEnds(role.step_numbers, np.maximum.accumulate(steps["host_end_ns"]), is_whole)
     rows, held = before.held.advance(timed, ends, role)
     return replace(made, operations=rows), replace(progress, held=held)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,9 +17,11 @@ from rankscope.operator.access.capture_service import UserCaptures
 from rankscope.operator.access.guard import Authentication, Guard
 from rankscope.operator.access.profile_relay import ProfileRelay
 from rankscope.operator.access.profile_service import KnownRuns, UserProfiles
+from rankscope.operator.access.recording_service import UserRecordings
 from rankscope.operator.access.run_service import UserJobs
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.kube.api_client import ObjectApi
 from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.watch_cache import Watched
@@ -151,14 +153,15 @@ class UserApi:
         captures: Watched[CaptureObject],
         runs: KnownRuns,
         jobs: UserJobs,
-        traces: Traces,
+        calls: DaemonCalls,
+        addresses: Callable[[], Mapping[str, str]],
         relay: ProfileRelay,
         audit: CaptureAudit,
         tls: FollowedTls | None,
         has_namespaces: bool = True,
         plain_runs: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._traces = traces
+        self._traces = Traces(calls, addresses)
         service = UserCaptures(
             api,
             captures,
@@ -169,7 +172,9 @@ class UserApi:
             has_namespaces=has_namespaces,
             plain_runs=plain_runs,
         )
-        self._services = (service, UserProfiles(runs, relay, audit, has_namespaces, plain_runs), jobs)
+        profiles = UserProfiles(runs, relay, audit, has_namespaces, plain_runs)
+        recordings = UserRecordings(runs, calls, addresses, audit, has_namespaces, plain_runs)
+        self._services = (service, profiles, recordings, jobs)
         guard = Guard(authentication, audit)
         self.calls = guard.counts
         self.server = UserApiServer(settings, self.handlers(guard), tls)

@@ -18,12 +18,11 @@ from rankscope.analysis.profiles.comparison import compare
 from rankscope.analysis.profiles.phases import PHASES
 from rankscope.analysis.profiles.pprof import pprof
 from rankscope.analysis.profiles.profile import Profile
-from rankscope.common.rank_selection import rank_ranges
 from rankscope.common.run_names import run_name
 from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.access.guard import Call, Guard, RefusedError
 from rankscope.operator.access.profile_relay import JobNodes, Problems, ProfileRelay
-from rankscope.operator.access.requests import Place, bad, no_run, place_of_run, starting
+from rankscope.operator.access.requests import Place, audited, bad, check_ranks, no_run, place_of_run, starting
 from rankscope.operator.access.token_review import Access
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.kube.objects import RunObject
@@ -37,8 +36,6 @@ READS_PER_SECOND: Final = 0.5
 # Of a run: a dump costs each rank a moment.
 DUMPS_AT_ONCE: Final = 5.0
 DUMPS_PER_SECOND: Final = 0.1
-MAX_RANKS: Final = 4096
-MAX_RANK: Final = 1 << 31
 MAX_SPAN_NANOS: Final = 86400 * 10**9  # as the daemons have it
 MAX_NAMES: Final = 64
 NAME_CHARACTERS: Final = 256
@@ -131,7 +128,7 @@ class UserProfiles:
     def dump(self, request: pb.DumpStacksRequest, call: Call) -> pb.DumpStacksResponse:
         place = place_of_run(request.job, self._has_namespaces, self._plain_runs())
         call.require(Access("create", place.namespace))
-        _check_ranks(request.ranks)
+        check_ranks(request.ranks)
         target = self._nodes(place)
         run = self._runs.object_of(place.namespace, place.name)
         if run is None or run.deleting:
@@ -139,7 +136,7 @@ class UserProfiles:
         if not self._dumps.take(run_name(place.namespace, place.name)):  # not by job: a caller may number them freely
             text = f"{DUMPS_AT_ONCE:g} dumps of this run at once; one more every {1 / DUMPS_PER_SECOND:g} s"
             raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
-        record = call.record("asked", **_what("stacks", place, request.ranks))
+        record = call.record("asked", **audited("stacks", place, request.ranks))
         self._audit.write(record)
         problems = Problems()
         try:
@@ -185,12 +182,12 @@ class UserProfiles:
             raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
 
     def _record_read(self, call: Call, place: Place, ranks: Sequence[int]) -> None:
-        self._audit.write_once_a_minute(call.record("downloaded", **_what("profile", place, ranks)))
+        self._audit.write_once_a_minute(call.record("downloaded", **audited("profile", place, ranks)))
 
     def _checked(self, given: pb.ProfileSelection, compared: pb.ProfileSelection | None = None) -> pb.ProfileSelection:
         """A copy with an end, and without what callers may not choose. A reference has the run and the time of what is
         compared with it, unless it names others."""
-        _check_ranks(given.ranks)
+        check_ranks(given.ranks)
         if len(given.threads) > MAX_NAMES or any(len(name) > NAME_CHARACTERS for name in given.threads):
             raise bad(f"threads: at most {MAX_NAMES}, of {NAME_CHARACTERS} characters")
         if not set(given.phases) <= set(PHASES):
@@ -207,19 +204,6 @@ class UserProfiles:
             threads=given.threads,
             phases=given.phases,
         )
-
-
-def _what(what: str, place: Place, ranks: Sequence[int]) -> dict[str, str]:
-    """For an audit record."""
-    named = rank_ranges(set(ranks)) or "all"
-    return {"what": what, "namespace": place.namespace, "run": place.name, "job": place.job, "ranks": named}
-
-
-def _check_ranks(ranks: Collection[int]) -> None:
-    if len(ranks) > MAX_RANKS:
-        raise bad(f"{len(ranks)} ranks; name at most {MAX_RANKS}, or none for all")
-    if max(ranks, default=0) >= MAX_RANK:
-        raise bad(f"ranks are below {MAX_RANK}")
 
 
 def _comparison(profile: Profile, reference: Profile, problems: Problems) -> pb.CompareProfilesResponse:

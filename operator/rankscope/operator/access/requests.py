@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 import msgspec
 
+from rankscope.common.rank_selection import rank_ranges
 from rankscope.common.run_names import run_name
 from rankscope.common.text import printable
 from rankscope.operator.access.guard import RefusedError
@@ -27,6 +28,8 @@ from rankscope.v1 import capture_service_pb2 as pb
 # The traces are deleted with the object: nobody else cleans up after users.
 KEPT_SECONDS = 7 * 86400
 REASON_CHARACTERS = 1024
+MAX_RANKS = 4096
+MAX_RANK = 1 << 31
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _NAME = re.compile(NAME_PATTERN.strip("^$"))
 _ID = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -58,6 +61,19 @@ def no_run(place: Place) -> RefusedError:
     """For callers that may know it."""
     next_step = f"kubectl get trainingruns -n {place.namespace}" if place.namespace else "rankscope top"
     return RefusedError(grpc.StatusCode.NOT_FOUND, f"no run {place}; next: {next_step}")
+
+
+def check_ranks(ranks: Collection[int]) -> None:
+    if len(ranks) > MAX_RANKS:
+        raise bad(f"{len(ranks)} ranks; name at most {MAX_RANKS}, or none for all")
+    if max(ranks, default=0) >= MAX_RANK:
+        raise bad(f"ranks are below {MAX_RANK}")
+
+
+def audited(what: str, place: Place, ranks: Collection[int]) -> dict[str, str]:
+    """Fields of an audit record."""
+    named = rank_ranges(set(ranks)) or "all"
+    return {"what": what, "namespace": place.namespace, "run": place.name, "job": place.job, "ranks": named}
 
 
 def starting() -> RefusedError:

@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.step_graph import recording
-from rankscope.analysis.step_graph.path_windows import find_windows
+from rankscope.analysis.step_graph.path_windows import PathFinder
 from rankscope.analysis.step_graph.recording import RecordingError, read_recording
 from rankscope.analysis.verdicts.critical_path import judge_path
 from rankscope.analysis.verdicts.verdict import Kind
@@ -50,17 +50,24 @@ def write(path: Path, contents: Arrays) -> Path:
 
 
 def test_records_become_operations_in_the_order_of_issue(tmp_path: Path) -> None:
-    operations = read_recording(write(tmp_path / "job.npz", arrays()))
+    operations = read_recording(write(tmp_path / "job.npz", arrays())).operations
     assert operations.rank.tolist() == [0, 0, 1, 1] and operations.step.tolist() == [1, 2, 1, 2]
     assert operations.kind.tolist()[:2] == [CollectiveKind.ALL_REDUCE, CollectiveKind.SEND]
     assert operations.peer.tolist() == [-1, 1, -1, 0]
     assert [operations.groups[number].ranks for number in operations.group.tolist()] == [(0, 1)] * 4
 
 
+def test_a_host_ahead_of_its_device_issues_later_steps(tmp_path: Path) -> None:
+    contents = arrays()
+    ends = np.array([(1, 5000, 22), (2, 6000, 50)], dtype=[*STEP.descr, ("host_end_ns", "<i8")])
+    operations = read_recording(write(tmp_path / "job.npz", contents | {"steps_0": ends, "steps_1": ends})).operations
+    assert operations.step.tolist() == [1, 2, 1, 2]
+
+
 def test_operations_of_unknown_communicators_are_left_out(tmp_path: Path) -> None:
     contents = arrays()
     contents["nccl_0"]["communicator"][0] = 12345
-    assert len(read_recording(write(tmp_path / "job.npz", contents))) == 3
+    assert len(read_recording(write(tmp_path / "job.npz", contents)).operations) == 3
 
 
 def _without(name: str) -> Arrays:
@@ -115,7 +122,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypa
 
 def test_a_recording_without_operations_is_not_called_healthy(tmp_path: Path) -> None:
     contents = {name: table[:0] if name.startswith("nccl") else table for name, table in arrays().items()}
-    verdict = judge_path(find_windows(read_recording(write(tmp_path / "job.npz", contents))).windows)
+    verdict = judge_path(list(PathFinder().find_all(read_recording(write(tmp_path / "job.npz", contents)).operations)))
     assert verdict.kind is Kind.INSUFFICIENT_DATA
 
 
@@ -131,7 +138,9 @@ def test_wild_numbers_in_a_recording_are_judged_or_refused(tmp_path: Path, seed:
             limits = np.iinfo(column.dtype)
             column[random.random(len(column)) < 0.5] = (limits.min, 0, 1, limits.max)[random.integers(4)]
     try:
-        verdict = judge_path(find_windows(read_recording(write(tmp_path / "job.npz", contents))).windows)
+        verdict = judge_path(
+            list(PathFinder().find_all(read_recording(write(tmp_path / "job.npz", contents)).operations))
+        )
     except RecordingError:
         return
     assert not verdict.is_alarm

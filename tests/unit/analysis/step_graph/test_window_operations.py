@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import take_rows
-from rankscope.analysis.step_graph.path_windows import find_windows
+from rankscope.analysis.step_graph.path_windows import PathFinder
 from rankscope.analysis.step_graph.window_operations import MAX_ROWS, ROW, Seat, join, pack
 from tests.support.step_programs import Layout, packed, play
 
@@ -87,4 +87,4 @@ def test_hostile_rows_break_nothing(noise: bytes, seats: list[Seat], step: int, 
         joined = join([*PARTS[:place], forged, *PARTS[place + 1 :]])
     assert len({len(getattr(joined, field.name)) for field in fields(joined) if field.name != "groups"}) == 1
     with np.errstate(all="ignore"):
-        find_windows(joined, None)
+        PathFinder().find(joined)

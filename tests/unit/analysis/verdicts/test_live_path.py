@@ -127,7 +127,7 @@ FAULTY = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_real_healthy_job_raises_nothing(name: str) -> None:
-    given = verdicts(read_recording(RECORDINGS / f"{name}.npz"))
+    given = verdicts(read_recording(RECORDINGS / f"{name}.npz").operations)
     assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
     assert given[-1].kind is Kind.HEALTHY
 
@@ -136,7 +136,7 @@ def test_a_real_healthy_job_raises_nothing(name: str) -> None:
 def test_the_slow_rank_of_a_real_job_is_named(name: str) -> None:
     """The milliseconds are the job's own iterations, before and after."""
     bound, usual, slow = FAULTY[name]
-    given = verdicts(read_recording(RECORDINGS / f"{name}.npz"))
+    given = verdicts(read_recording(RECORDINGS / f"{name}.npz").operations)
     assert {one.culprits for one in given} == {(), (2,)}
     last = given[-1]
     assert (last.kind, last.severity, last.cause.bound) == (Kind.SLOW_RANK, Severity.ALARM, bound)

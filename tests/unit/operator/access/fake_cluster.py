@@ -16,6 +16,7 @@ from rankscope.operator.access.capture_service import UserCaptures
 from rankscope.operator.access.guard import Guard, TokenAuthentication
 from rankscope.operator.access.profile_relay import ProfileRelay
 from rankscope.operator.access.profile_service import UserProfiles
+from rankscope.operator.access.recording_service import UserRecordings
 from rankscope.operator.access.run_service import UserJobs
 from rankscope.operator.access.token_review import Reviews
 from rankscope.operator.access.trace_relay import Traces
@@ -84,11 +85,12 @@ class Cluster:
         self.jobs = UserJobs(lambda: self.states, self.hangs, self.reports, audit, lambda: self.run_objects)
         self.relay = ProfileRelay(DaemonCalls(), lambda: self.addresses)
         self.profiles = UserProfiles(self, self.relay, audit)
+        self.recordings = UserRecordings(self, DaemonCalls(), lambda: self.addresses, audit)
         self.server = UserApiServer(UserApiSettings("127.0.0.1", 0), self.handlers(self.guard), None)
         self.server.start()
 
     def handlers(self, guard: Guard) -> list[grpc.GenericRpcHandler]:
-        return [part.handler(guard) for part in (self.captures, self.profiles, self.jobs)]
+        return [part.handler(guard) for part in (self.captures, self.profiles, self.recordings, self.jobs)]
 
     def stub(self, token: str | None = None, *more: tuple[str, str]) -> CaptureServiceStub:
         return CaptureServiceStub(self.channel(token, *more))

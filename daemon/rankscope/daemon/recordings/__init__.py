@@ -1,0 +1,1 @@
+"""Recordings of runs: the records of steps and of NCCL's operations as they are."""
