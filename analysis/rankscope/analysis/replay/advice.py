@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,13 +99,29 @@ def advise(
         forecast=found,
         reason=reason,
         advised=tuple(
-            Advised(one, _evidence(one, found.costs, diagnosis), lines.of(one)) for one in chosen if found is not None
+            Advised(_fitting(one, diagnosis), _evidence(one, found.costs, diagnosis), lines.of(one))
+            for one in chosen
+            if found is not None
         ),
         others=tuple(one for one in predicted if one.alters_training and one.gain >= MIN_GAIN_RATIO),
         losses=tuple(finding for finding in diagnosis.findings if finding.kind not in kinds),
         in_use=_in_use(traces[min(traces)]),
         checks=_checks(ranks, diagnosis, mfu_of(lines.ranks, found.step_ns) if found else None),
     )
+
+
+def _fitting(prediction: Prediction, diagnosis: Diagnosis) -> Prediction:
+    """Remedies for communication are about gradients. If it is of another kind, those of the diagnosis replace them."""
+    finding = next((one for one in diagnosis.findings if one.kind == "exposed_communication"), None)
+    if finding is None or finding.largest_kind in ("data", "unknown"):
+        return prediction
+    changes = tuple(
+        replace(change, remedy=finding.suggestion, costs="another layout or schedule of the job")
+        if finding.kind in _REMOVES.get(change.name, ())
+        else change
+        for change in prediction.changes
+    )
+    return replace(prediction, changes=changes)
 
 
 class _Lines:

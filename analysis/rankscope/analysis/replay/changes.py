@@ -271,7 +271,8 @@ CHANGES = (
     Change(
         "link",
         "communication takes half as long",
-        "gradients in bf16 (DDP's bf16_compress_hook, FSDP's MixedPrecisionPolicy), or a link of twice the bandwidth",
+        "half the bytes (for gradients: bf16, by DDP's bf16_compress_hook or FSDP's MixedPrecisionPolicy), or a link "
+        "of twice the bandwidth",
         "accuracy of the gradients",
         each(_faster_link),
     ),

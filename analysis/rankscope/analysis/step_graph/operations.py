@@ -36,7 +36,8 @@ class Group:
     """A communicator."""
 
     name: str
-    ranks: tuple[int, ...]  # its members that were recorded
+    ranks: tuple[int, ...]  # its members that were recorded; of a trace, all that it lists
+    description: str = ""  # by the framework, if it gives one
 
 
 @dataclass(frozen=True)

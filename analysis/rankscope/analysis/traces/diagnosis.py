@@ -49,7 +49,7 @@ def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Pol
     usable = [rank for rank in ranks if rank.span_us > 0]
     if not usable:
         return Diagnosis("unknown", "the trace contains no work", {}, ())
-    evidence = Evidence(tuple(usable), wait_ratios(join) if join else {})
+    evidence = Evidence(tuple(usable), join.exposed_wait_ratio if join else {})
     findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
     if join is not None:
         findings += rank_findings(join, evidence, policy)
@@ -68,7 +68,7 @@ def _bound(shares: dict[str, float]) -> str:
     if sum(working.values()) >= _MOSTLY_RATIO:
         return max(working, key=lambda part: working[part])
     lost = {
-        "communication": shares["communication"],
+        "communication": shares["communication"] + shares["pipeline"],
         "input": shares["input"],
         "host": shares["host"] + shares["synchronisation"],
         "memory": shares["memory_copies"],
@@ -78,13 +78,14 @@ def _bound(shares: dict[str, float]) -> str:
 
 def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding]) -> str:
     busy = shares["compute"] + shares["memory_kernels"]
+    messages = f", {_percent(shares['pipeline'])} pipeline waits" if shares["pipeline"] > 0 else ""
     sentence = {
         "compute": f"compute-bound: kernels compute {_percent(busy)} of the time",
         "memory": f"memory-bound: kernels and copies that only move data take "
         f"{_percent(shares['memory_kernels'] + shares['memory_copies'])} of the time, dense computation "
         f"{_percent(shares['compute'])}",
         "communication": f"communication-bound: {_percent(shares['communication'])} of the time is exposed "
-        f"communication, computation takes {_percent(busy)}",
+        f"communication{messages}, computation takes {_percent(busy)}",
         "input": f"input-bound: {_percent(shares['input'])} of the time the device waits for data",
         "host": f"host-bound: {_percent(shares['host'] + shares['synchronisation'])} of the time the device waits for "
         "the host to launch work",
@@ -97,21 +98,6 @@ def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding])
 
 def _percent(ratio: float) -> str:
     return f"{ratio * 100:.0f} %"
-
-
-def wait_ratios(join: Join) -> dict[int, float]:
-    """By rank, the share of exposed communication that was waiting for others; of all communication if no steps are
-    known."""
-    ratios = {}
-    steps = join.steps
-    for row, rank in enumerate(steps.rank.tolist()):
-        wait, transfer = float(np.nansum(steps.wait_ns[row])), float(np.nansum(steps.transfer_ns[row]))
-        if wait + transfer > 0:
-            ratios[rank] = wait / (wait + transfer)
-    for rank, waits in join.waits.items():
-        if rank not in ratios and waits.wait_us + waits.transfer_us > 0:
-            ratios[rank] = waits.wait_us / (waits.wait_us + waits.transfer_us)
-    return ratios
 
 
 def rank_findings(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:

@@ -4,7 +4,8 @@ A rule's saving is an upper bound: the time gained if that loss vanished and not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,14 +13,14 @@ import numpy as np
 from msgspec import Struct
 
 from rankscope.analysis.quantities import count, quantity
-from rankscope.analysis.traces.summary_records import ComputeSummary, RankSummary
+from rankscope.analysis.traces.summary_records import BubbleSummary, ComputeSummary, RankSummary
 
 _SMALL_MESSAGE_BYTES = 1 << 20
 _MANY_COLLECTIVES = 8
 # What bounds the job, and the title, by kind of finding.
 _LOSSES = {
     "exposed_communication": ("communication", "exposed communication"),
-    "pipeline_bubble": ("communication", "pipeline stages waiting for each other"),
+    "pipeline_bubble": ("communication", "pipeline waits"),
     "waiting_for_ranks": ("communication", "waiting for the last rank in collectives"),
     "input_wait": ("input", "waiting for the next batch"),
     "launch_gaps": ("host", "the host launching work too late"),
@@ -46,8 +47,6 @@ SUGGESTIONS = {
     "unfused_kernels": "Fuse them: torch.compile, fused attention and cross-entropy, a fused optimizer (fused=True).",
     "allocator": "The caching allocator runs out and returns memory: leave it more room (smaller batch, activation "
     "checkpointing), or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation.",
-    "pipeline_bubble": "Use more micro-batches a step, or an interleaved schedule; where stages wait longer than the "
-    "schedule alone explains, even out their layers.",
     "slow_rank": "Look at its machine first: clocks and throttling (nvidia-smi -q -d PERFORMANCE), CPU contention, a "
     "slow disk or link; move the job off it if it stays slow.",
     "slow_stage": "Move layers from the slow pipeline stage to others; the last one also carries the loss and the "
@@ -60,12 +59,37 @@ SUGGESTIONS = {
 }
 _PREFETCH_SUGGESTION = (
     "Parameters are gathered too late: let FSDP prefetch (forward_prefetch=True, backward_prefetch=BACKWARD_PRE), or "
-    "keep them between forward and backward (reshard_after_forward=False) where memory allows."
+    "keep them between forward and backward (reshard_after_forward=False) where memory allows; gather and reduce in "
+    "bf16 (MixedPrecisionPolicy)."
 )
+_DDP_SUGGESTION = (
+    "Start the all-reduce of gradients earlier (another bucket_cap_mb, static_graph=True), send less (gradients in "
+    "bf16 by DDP's bf16_compress_hook, accumulating over micro-batches under no_sync()), and compare busbw with what "
+    "the links can do (`rankscope analyze alphabeta`)."
+)
+# What to try about exposed communication, by the kind of the groups that most of it is in.
+_OVERLAP_SUGGESTIONS = {
+    "tensor": "Use sequence parallelism and run the collectives beside the matrix products (Megatron's "
+    "--sequence-parallel with --tp-comm-overlap, torch.compile's async tensor parallelism), or make the tensor group "
+    "smaller and keep it within NVLink.",
+    "data": "Reduce gradients beside the backward pass (Megatron's --overlap-grad-reduce and --overlap-param-gather), "
+    "in bf16, or after more micro-batches; compare busbw with what the links can do (`rankscope analyze alphabeta`).",
+    "expert": "Exchange tokens in fewer, larger all-to-alls, bound them by a capacity factor, keep the expert group "
+    "within a node, and compute shared experts meanwhile.",
+    "embedding": "Do not share the embedding between the first and the last stage (Megatron's "
+    "--untie-embeddings-and-output-weights), or reduce its gradients beside the backward pass.",
+    "global": "Reduce norms, losses and flags together or in fewer steps: each such collective waits for all ranks.",
+}
 _OVERLAP_SUGGESTION = (
-    "Start collectives earlier so that they run beside computation (DDP's buckets, FSDP's prefetch, async_op=True), "
-    "send less (bf16 gradients, accumulating over micro-batches under no_sync()), and compare busbw with what the "
-    "links can do (`rankscope analyze alphabeta`)."
+    "Start collectives earlier so that they run beside computation (async_op=True), send less, and compare busbw with "
+    "what the links can do (`rankscope analyze alphabeta`)."
+)
+_SCHEDULE_SUGGESTION = (
+    "Use more micro-batches a step, or an interleaved schedule (Megatron's --num-layers-per-virtual-pipeline-stage)."
+)
+_BALANCE_SUGGESTION = (
+    "Even out the stages: move layers from those that others wait for; the last one also carries the loss and the "
+    "vocabulary, the first one the embedding."
 )
 # Tensor cores are at least eight times as fast as FP32 without them (A100: 156 versus 19.5 TFLOP/s with TF32).
 _PLAIN_MATRIX_SAVING = 7 / 8
@@ -90,13 +114,20 @@ class Finding(Struct, frozen=True):
     numbers: dict[str, float] = {}
     ranks: tuple[int, ...] = ()
 
+    @property
+    def largest_kind(self) -> str:
+        """The kind of group that has most of exposed communication."""
+        kinds = [name[len("exposed_") : -len("_us")] for name in self.numbers if name.startswith("exposed_")]
+        return next((kind for kind in kinds if kind != "communication"), "unknown")
+
 
 @dataclass(frozen=True)
 class Evidence:
     """The typical rank: medians over the ranks of a job, which all step together."""
 
     ranks: tuple[RankSummary, ...]
-    wait_ratio: dict[int, float]  # share of exposed communication that is waiting for others; by rank, if known
+    # By rank and kind of group, if known: the share of exposed communication that is waiting for others.
+    wait_ratio: Mapping[int, Mapping[str, float]]
 
     @cached_property
     def step_us(self) -> float:
@@ -108,14 +139,33 @@ class Evidence:
         return self.shares_of(self.ranks)
 
     def shares_of(self, ranks: Sequence[RankSummary]) -> dict[str, float]:
-        """Shares of the span by part. The parts do not overlap. Waiting for others in a collective does not count as
-        communication."""
+        """Shares of the span by part. The parts do not overlap. Time in a pipeline's messages and waiting for others in
+        a collective do not count as communication."""
         rows = []
         for rank in ranks:
-            waited = rank.parts_us["communication"] * self.wait_ratio.get(-1 if rank.rank is None else rank.rank, 0.0)
-            parts = {**rank.parts_us, "communication": rank.parts_us["communication"] - waited, "waiting": waited}
-            rows.append({part: value / rank.span_us for part, value in parts.items()})
+            exposed = rank.parts_us["communication"]
+            split = self.split_communication(rank)
+            moved, messages = sum(split.values()), exposed * _share_of_kinds(rank).get("pipeline", 0.0)
+            apart = {"communication": moved, "waiting": exposed - moved - messages, "pipeline": messages}
+            rows.append({part: value / rank.span_us for part, value in {**rank.parts_us, **apart}.items()})
         return {part: float(np.median([row[part] for row in rows])) for part in rows[0]}
+
+    def split_communication(self, rank: RankSummary) -> dict[str, float]:
+        """Exposed communication in µs by kind of group, without waiting and without messages of pipelines."""
+        exposed, waits = rank.parts_us["communication"], self.wait_ratio.get(-1 if rank.rank is None else rank.rank, {})
+        shares = _share_of_kinds(rank) or {"unknown": 1.0}
+        return {
+            kind: exposed * share * (1 - waits.get(kind, 0.0)) for kind, share in shares.items() if kind != "pipeline"
+        }
+
+    @cached_property
+    def kinds_of_communication(self) -> dict[str, float]:
+        """Shares of what `split_communication` has on all ranks, the largest first."""
+        sums: Counter[str] = Counter()
+        for rank in self.ranks:
+            sums.update(self.split_communication(rank))
+        total = sum(sums.values())
+        return {kind: value / total for kind, value in sums.most_common() if value > 0}
 
     def typical(self, of: Callable[[RankSummary], float | None]) -> float | None:
         known = [value for value in map(of, self.ranks) if value is not None]
@@ -150,55 +200,91 @@ def _step_us(rank: RankSummary) -> float:
     return rank.step_us or rank.span_us
 
 
-def communication_suggestion(ranks: Sequence[RankSummary]) -> str:
-    """Chosen by what most of the exposed communication consists of, on the rank with most of it."""
-    rank = max(ranks, key=lambda one: one.exposed_communication_us)
-    if rank.buckets is not None and rank.buckets.advice:
+def _share_of_kinds(rank: RankSummary) -> dict[str, float]:
+    """Shares of exposed communication by kind of group."""
+    total = sum(rank.exposed_by_group_kind_us.values())
+    return {kind: value / total for kind, value in rank.exposed_by_group_kind_us.items() if value > 0}
+
+
+def _communication_suggestion(evidence: Evidence) -> str:
+    """Chosen by the kind of group that most of the exposed communication is in, on the rank with most of that."""
+    kind = next(iter(evidence.kinds_of_communication), "unknown")
+    rank = max(evidence.ranks, key=lambda one: one.exposed_by_group_kind_us.get(kind, 0.0))
+    mine = [one for one in rank.collectives if one.group_kind == kind]
+    if kind == "data" and rank.buckets is not None and rank.buckets.advice:
         return f"{rank.buckets.advice[0].upper()}{rank.buckets.advice[1:]}."
-    exposed = sum(one.exposed_us for one in rank.collectives)
+    exposed = sum(one.exposed_us for one in mine)
     small = [
         one
-        for one in rank.collectives
+        for one in mine
         if one.bytes_median is not None and one.bytes_median < _SMALL_MESSAGE_BYTES and one.count >= _MANY_COLLECTIVES
     ]
-    if small and sum(one.exposed_us for one in small) > exposed / 2:
+    if small and kind != "global" and sum(one.exposed_us for one in small) > exposed / 2:
         most = max(small, key=lambda one: one.exposed_us)
+        means = "larger bucket_cap_mb, flattened parameters, " if kind == "data" else ""
         return (
-            f"Most of it is {most.count} {most.kind} of {quantity(most.bytes_median, 'B')}: latency, not bandwidth. "
-            "Coalesce them (larger bucket_cap_mb, flattened parameters, one call in place of many)."
+            f"Most of it is {most.count} {most.title} with {quantity(most.bytes_median, 'B')}: latency, not bandwidth. "
+            f"Coalesce them ({means}one call in place of many)."
         )
-    if rank.sharding is not None and rank.sharding.framework:
+    if kind in ("data", "unknown") and rank.sharding is not None and rank.sharding.framework:
         late = [one for one in rank.sharding.gathers if one.kind == "all_gather"]
         if sum(one.exposed_us for one in late) > exposed / 2:
             return _PREFETCH_SUGGESTION
-    return _OVERLAP_SUGGESTION
+    if kind == "data" and rank.buckets is not None:
+        return _DDP_SUGGESTION
+    return _OVERLAP_SUGGESTIONS.get(kind, _OVERLAP_SUGGESTION)
 
 
 def _communication(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("communication")
+    kinds = {kind: share * saving for kind, share in evidence.kinds_of_communication.items()}
     words = f"{quantity(saving, 'us')} a step of communication runs while nothing computes"
-    numbers = {"exposed_communication_us": saving}
+    if set(kinds) - {"unknown"}:
+        names = {kind: "other" if kind == "unknown" else kind for kind in kinds}
+        listed = [f"{names[kind]} {quantity(us, 'us')}" for kind, us in kinds.items() if us >= saving / 100]
+        words += f" ({', '.join(listed)})"
+    numbers = {"exposed_communication_us": saving} | {f"exposed_{kind}_us": us for kind, us in kinds.items()}
     overlap = evidence.typical(lambda rank: rank.overlap_ratio)
     if overlap is not None:
         words += f"; {quantity(overlap, 'ratio')} of all communication is hidden under computation"
         numbers["overlap_ratio"] = overlap
     if evidence.wait_ratio:
         words += "; waiting for other ranks is not counted here"
-    return evidence.finding("exposed_communication", ratio, words, numbers, communication_suggestion(evidence.ranks))
+    if evidence.shares["pipeline"] > 0:
+        words += f"{' and' if evidence.wait_ratio else ';'} pipeline waits are counted apart"
+    return evidence.finding("exposed_communication", ratio, words, numbers, _communication_suggestion(evidence))
 
 
 def _bubble(evidence: Evidence) -> Finding | None:
-    """A part of the exposed communication with its own cause and remedy."""
-    ratio = evidence.typical(lambda rank: rank.bubble.measured_ratio if rank.bubble else None)
-    if ratio is None:
-        return None
-    expected = evidence.typical(lambda rank: rank.bubble.theoretical_ratio if rank.bubble else None)
-    words = f"stages wait {quantity(ratio * evidence.step_us, 'us')} a step for their neighbours"
+    """All time in messages between stages, with nothing computed meanwhile. No other finding counts it."""
+    saving, ratio = evidence.lost("pipeline")
+    bubbles = [rank.bubble for rank in evidence.ranks if rank.bubble is not None]
+    words = f"ranks wait {quantity(saving, 'us')} a step in messages between stages, {quantity(ratio, 'ratio')} of it"
     numbers = {"bubble_ratio": ratio}
-    if expected is not None:
-        words += f", {quantity(ratio, 'ratio')} of it; the schedule alone costs {quantity(expected, 'ratio')}"
-        numbers["theoretical_bubble_ratio"] = expected
-    return evidence.finding("pipeline_bubble", ratio, words, numbers)
+    expected = evidence.typical(lambda rank: rank.bubble.theoretical_ratio if rank.bubble else None)
+    if expected is None:
+        return evidence.finding("pipeline_bubble", ratio, words, numbers, _SCHEDULE_SUGGESTION)
+    excess = max(ratio - expected, 0.0)
+    # Only the first and the last stage see that the schedule is interleaved.
+    chunks = max(one.chunks or 1 for one in bubbles)
+    sends = evidence.typical(lambda rank: _sends(rank.bubble))
+    stages = max(one.stages or 0 for one in bubbles)
+    numbers |= {"theoretical_bubble_ratio": expected, "excess_bubble_ratio": excess, "stages": stages}
+    schedule = f"the schedule of {count(stages, 'stage')}"
+    if sends is not None:
+        numbers |= {"microbatches": sends // chunks, "chunks": chunks}
+        schedule += f" and {count(round(sends // chunks), 'micro-batch', 'micro-batches')}"
+        schedule += f" in {count(chunks, 'chunk')}" if chunks > 1 else ""
+    words += f"; {schedule} has {quantity(expected, 'ratio')} by construction, "
+    words += f"{quantity(excess, 'ratio')} exceeds it" if excess > 0 else "and nothing exceeds it"
+    advice = (_SCHEDULE_SUGGESTION, _BALANCE_SUGGESTION) if excess > 0 else (_SCHEDULE_SUGGESTION,)
+    dominates = excess > ratio / 2
+    return evidence.finding("pipeline_bubble", ratio, words, numbers, " ".join(advice[::-1] if dominates else advice))
+
+
+def _sends(bubble: BubbleSummary | None) -> float | None:
+    """Micro-batches times chunks."""
+    return bubble.microbatches * (bubble.chunks or 1) if bubble is not None and bubble.microbatches else None
 
 
 def _input(evidence: Evidence) -> Finding:

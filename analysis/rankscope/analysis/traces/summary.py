@@ -6,13 +6,14 @@ import numpy as np
 
 from rankscope.analysis.collective_kinds import CollectiveKind, algorithm_gbps, bus_gbps
 from rankscope.analysis.stats.robust import Floats, number_groups, rows_of_groups
+from rankscope.analysis.step_graph.group_kinds import GroupKind
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, measure_launches
-from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
+from rankscope.analysis.traces.communication.collectives import PURPOSES, Collectives, compute_intervals
 from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, predict_other_caps
 from rankscope.analysis.traces.communication.parallelism_costs import find_gathers, measure_bubble
 from rankscope.analysis.traces.device_memory import summarize_memory
 from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
-from rankscope.analysis.traces.intervals import Intervals, uncovered, union
+from rankscope.analysis.traces.intervals import Intervals, difference, total, uncovered, union, unite
 from rankscope.analysis.traces.kernels import TOP, summarize_compute, top_kernels
 from rankscope.analysis.traces.ranges import summarize_ranges
 from rankscope.analysis.traces.summary_records import (
@@ -43,6 +44,7 @@ def summarize(
     """`stages` of the pipeline, if the user knows the number."""
     idle = split_idle(trace, breakdown)
     compute = summarize_compute(trace)
+    computing = compute_intervals(trace)
     return RankSummary(
         rank=rank,
         file=file,
@@ -62,6 +64,7 @@ def summarize(
         outside_steps_us=breakdown.outside_steps_ns / 1000,
         parts_us=_parts_us(breakdown, idle, compute),
         idle=_idle(idle),
+        exposed_by_group_kind_us=exposed_by_group_kind(collectives, computing),
         host_bound_after_synchronisation_us=idle.host_bound_after_synchronisation_ns / 1000,
         idle_gap_longest_us=idle.longest_gap_ns / 1000,
         tensor_core_ratio=compute.tensor_core_ratio if compute else None,
@@ -69,7 +72,7 @@ def summarize(
         launch=measure_launches(trace),
         steps=tuple(_step(step, parts) for step, parts in zip(breakdown.steps, idle.steps, strict=True)),
         top_kernels=top_kernels(trace, top),
-        collectives=summarize_collectives(collectives, compute_intervals(trace)),
+        collectives=summarize_collectives(collectives, computing),
         buckets=summarize_buckets(trace, collectives),
         sharding=summarize_sharding(trace, collectives),
         bubble=measure_bubble(trace, collectives, stages=stages),
@@ -140,11 +143,24 @@ def device_name(trace: Trace) -> str:
     return names.get(int(indices[counts.argmax()]), only)
 
 
+def exposed_by_group_kind(collectives: Collectives, computing: Intervals) -> dict[str, float]:
+    """In µs. What runs while a stage waits for another counts as the wait."""
+    covered, purpose, exposed_us = computing, collectives.purpose, {}
+    kinds = sorted(set(purpose[collectives.measured].tolist()), key=lambda kind: PURPOSES[kind] != GroupKind.PIPELINE)
+    for kind in kinds:
+        rows = collectives.measured & (purpose == kind)
+        exposed = difference(union(collectives.start_ns[rows], collectives.end_ns[rows]), covered)
+        exposed_us[PURPOSES[kind].value] = total(*exposed) / 1000
+        covered = unite(covered, exposed)
+    return exposed_us
+
+
 def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[CollectiveSummary, ...]:
     """Longest in total first. `computing` is when there was work to hide behind; concurrent collectives are exposed
     once (gloo runs several at a time). Bandwidths are medians over calls of known size. Durations include waiting
     for other ranks, so that links may look slower than they are."""
     numbers, count = number_groups(found.group, found.kind)
+    purpose = found.purpose
     algorithm = algorithm_gbps(found.bytes, found.duration_ns)
     bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
     summaries = []
@@ -159,6 +175,7 @@ def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[Col
         summaries.append(
             CollectiveSummary(
                 kind=CollectiveKind(int(found.kind[rows[0]])).label,
+                group_kind=PURPOSES[int(purpose[rows[0]])].value,
                 group=group.name if group else "",
                 group_description=group.description if group else "",
                 group_size=size if size > 0 else None,

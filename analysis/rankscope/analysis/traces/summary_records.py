@@ -49,6 +49,7 @@ class KernelSummary(Struct, frozen=True):
 
 class CollectiveSummary(Struct, frozen=True):
     kind: str
+    group_kind: str  # a GroupKind
     group: str
     group_description: str
     group_size: int | None
@@ -62,6 +63,13 @@ class CollectiveSummary(Struct, frozen=True):
     exposed_us: float
     algbw_gbps: float | None
     busbw_gbps: float | None
+
+    @property
+    def title(self) -> str:
+        """`tensor all_reduce of 2`, `pipeline messages of 2`; without the kind of the group if that is unknown."""
+        purpose = "" if self.group_kind == "unknown" else f"{self.group_kind} "
+        kind = "messages" if self.kind == "send_recv" else self.kind
+        return f"{purpose}{kind}{f' of {self.group_size}' if self.group_size else ''}"
 
 
 class LaunchSummary(Struct, frozen=True):
@@ -142,7 +150,8 @@ class BubbleSummary(Struct, frozen=True):
     waiting_us: float
     stages: int | None
     microbatches: int | None
-    theoretical_ratio: float | None  # of the 1F1B schedule
+    chunks: int | None  # of layers on each stage; more than one: the schedule is interleaved
+    theoretical_ratio: float | None  # of the 1F1B schedule, plain or interleaved
 
 
 class MemorySummary(Struct, frozen=True):
@@ -221,6 +230,7 @@ class RankSummary(Struct, frozen=True):
     outside_steps_us: float  # part of the span before the first step and after the last
     parts_us: dict[str, float]  # the span, divided without overlap; used by the diagnosis
     idle: IdleSplit
+    exposed_by_group_kind_us: dict[str, float]  # its sum is exposed_communication_us
     host_bound_after_synchronisation_us: float  # part of host_bound: the host had just waited for the device
     idle_gap_longest_us: float
     tensor_core_ratio: float | None

@@ -10,7 +10,7 @@ from rankscope.analysis.plots.heat_map import heat_map
 from rankscope.analysis.plots.page import Section, Table, page
 from rankscope.analysis.plots.svg import Axis
 from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
-from rankscope.analysis.traces.summary_records import RankSummary
+from rankscope.analysis.traces.summary_records import CollectiveSummary, RankSummary
 from rankscope.cli.trace_report.report import JoinReport, Report, facts, gbps, name_of, shown_rank, verdict_sentence
 
 _TIME = Axis("time", "us")
@@ -144,7 +144,7 @@ def collective_table(rank: RankSummary) -> Table:
     rows = [
         [
             one.kind,
-            one.group_description or one.group or NOT_MEASURED,
+            _group(one),
             str(one.group_size or NOT_MEASURED),
             f"{one.count:,}",
             quantity(one.bytes_median, "B"),
@@ -156,6 +156,13 @@ def collective_table(rank: RankSummary) -> Table:
         for one in rank.collectives
     ]
     return Table(columns, rows, [False, False, *[True] * 7])
+
+
+def _group(summary: CollectiveSummary) -> str:
+    name = summary.group_description or summary.group
+    if summary.group_kind == "unknown":
+        return name or NOT_MEASURED
+    return f"{summary.group_kind} ({name})" if name else summary.group_kind
 
 
 def rank_table(report: Report) -> Table:

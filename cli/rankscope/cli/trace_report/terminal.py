@@ -221,8 +221,6 @@ def _print_collectives(report: Report, console: Terminal) -> None:
     title = f"collectives of rank {name_of(rank)}"
     table = make_table(("count", "size", "median", "exposed", "algbw", "busbw", title), (title,))
     for one in found[:_MAX_COLLECTIVES]:
-        ranks = f" of {one.group_size}" if one.group_size else ""
-        group = f" in {one.group or one.group_description}" if one.group or one.group_description else ""
         table.add_row(
             f"{one.count:,}",
             quantity(one.bytes_median, "B"),
@@ -230,7 +228,7 @@ def _print_collectives(report: Report, console: Terminal) -> None:
             quantity(one.exposed_us, "us"),
             gbps(one.algbw_gbps),
             gbps(one.busbw_gbps),
-            Text(shorten(printable(f"{one.kind}{ranks}{group}"), 60)),
+            one.title,
         )
     console.print()
     console.print(table)

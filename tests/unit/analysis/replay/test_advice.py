@@ -61,6 +61,28 @@ def test_the_lines_of_products_are_named() -> None:
     assert "run in FP32 without tensor cores" in by_name["bf16"].evidence[0]
 
 
+def reducing(description: str) -> Trace:
+    """After the products of a step, a large all-reduce that nothing hides."""
+    machine = Machine()
+    note = {"collective": "allreduce", "group": "5", "group_description": description, "group_size": 2}
+    for step in range(4):
+        began = machine.now
+        for _ in range(10):
+            machine.work(6.0)
+            machine.launch(HALF, 400.0)
+        machine.launch("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 3000.0, **note)
+        machine.annotate(f"ProfilerStep#{step}", began)
+    return machine.trace()
+
+
+def test_remedies_for_communication_fit_its_kind_of_group() -> None:
+    for description, is_gradients in (("mesh_dp", True), ("mesh_tp", False)):
+        advised = {one.prediction.name: one.prediction for one in advice_of(reducing(description)).advised}
+        (change,) = advised["link"].changes
+        assert ("bf16_compress_hook" in change.remedy) == is_gradients
+        assert ("sequence parallelism" in change.remedy) != is_gradients
+
+
 def test_a_cpu_job_is_not_asked_about_devices() -> None:
     def step(host: Host) -> None:
         host.read(3000.0)

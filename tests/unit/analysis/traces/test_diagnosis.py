@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -144,6 +146,82 @@ def test_findings_stand_in_order_of_what_they_would_save() -> None:
     tiny = _work("Memset (Device)", 18_000, 50, stream=30)
     found = _diagnose(*_steps(0, 10_000), *_busy(1000, 11_000), *reduce, *copy, *tiny)
     assert _kinds(found) == ["memory_copies", "exposed_communication"]
+
+
+def _grouped(kernel: str, start: float, duration: float, description: str, **note: Any) -> list[Event]:
+    """A collective of 2 ranks, of 64 MiB, in a group that the framework describes."""
+    (name, category, begun, lasted, place), call = _work(
+        f"ncclDevKernel_{kernel}(x)", start, duration, stream=20, launched=9000 + start / 1000
+    )
+    noted = {"group": description, "group_description": description, "group_size": 2, "element_type": "float"}
+    noted |= {"in_elements": 1 << 24, "out_elements": 1 << 24, "collective": kernel.lower()}
+    return [(name, category, begun, lasted, {**place, **noted, **note}), call]
+
+
+def _in_groups(*groups: tuple[str, float]) -> Diagnosis:
+    """A step of 20 ms of work, then collectives that nothing hides, with their duration. None of them says what it is
+    for."""
+    events, now = [], 21_000.0
+    for description, lasted in groups:
+        events += _grouped("AllGather", now, lasted, description)
+        now += lasted
+    return _diagnose(*_steps(0, 10_000), *_busy(1000, 21_000), *events)
+
+
+@pytest.mark.parametrize(
+    ("description", "advice", "not_advised"),
+    [
+        ("TENSOR_MODEL_PARALLEL_GROUP", "sequence parallelism", "bf16_compress_hook"),
+        ("mesh_dp", "--overlap-grad-reduce", "bf16_compress_hook"),
+        ("EXPERT_MODEL_PARALLEL_GROUP", "capacity factor", "gradients"),
+        ("mystery", "async_op=True", "gradients"),
+    ],
+)
+def test_advice_fits_the_kind_of_group(description: str, advice: str, not_advised: str) -> None:
+    (finding,) = _in_groups((description, 10_000)).findings
+    assert advice in finding.suggestion and not_advised not in finding.suggestion
+
+
+def test_exposed_time_is_split_by_kind_of_group() -> None:
+    (finding,) = _in_groups(("mesh_dp", 2000), ("mesh_tp", 6000), ("mystery", 1000)).findings
+    assert re.search(r"\(tensor \S+ ms, data \S+ ms, other \S+ ms\)", finding.evidence)
+    numbers = [finding.numbers[f"exposed_{kind}_us"] for kind in ("tensor", "data", "unknown")]
+    assert [round(9 * number / finding.saving_us, 3) for number in numbers] == [6, 2, 1]
+    assert finding.largest_kind == "tensor"
+
+
+def test_a_group_of_unknown_kind_leaves_the_text_neutral() -> None:
+    (finding,) = _in_groups(("mystery", 9000)).findings
+    assert "(" not in finding.evidence
+
+
+def test_pipeline_waits_are_in_one_finding_only() -> None:
+    """5 ms of the 30 ms are in messages, and 5 ms in an all-reduce."""
+    messages = [
+        event
+        for place in range(4)
+        for event in _grouped("SendRecv", 21_000 + 1250 * place, 1250, "mesh_pp", collective="send", peer=1)
+    ]
+    reduce = _grouped("AllReduce", 26_000, 5000, "mesh_tp")
+    found = _diagnose(*_steps(0, 10_000), *_busy(1000, 21_000), *messages, *reduce)
+    by_kind = {finding.kind: finding for finding in found.findings}
+    assert by_kind.keys() == {"exposed_communication", "pipeline_bubble"}
+    assert by_kind["exposed_communication"].saving_ratio == pytest.approx(5 / 30)
+    bubble = by_kind["pipeline_bubble"]
+    assert bubble.saving_ratio == pytest.approx(5 / 30)
+    assert bubble.numbers["theoretical_bubble_ratio"] == pytest.approx(1 / 5), "2 stages, 4 micro-batches"
+    assert "nothing exceeds it" in bubble.evidence and "Even out" not in bubble.suggestion
+
+
+def test_waits_beyond_the_schedule_ask_for_even_stages() -> None:
+    messages = [
+        event
+        for place in range(20)
+        for event in _grouped("SendRecv", 21_000 + 1000 * place, 1000, "mesh_pp", collective="send", peer=1)
+    ]
+    (bubble,) = _diagnose(*_steps(0, 10_000), *_busy(1000, 21_000), *messages).findings
+    assert bubble.numbers["excess_bubble_ratio"] == pytest.approx(0.5 - 1 / 21)
+    assert bubble.suggestion.startswith("Even out the stages")
 
 
 def _joined(job: PlantedJob) -> tuple[Diagnosis, Join]:

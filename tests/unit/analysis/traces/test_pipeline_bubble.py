@@ -36,8 +36,60 @@ def test_measures_waiting_for_neighbours_and_what_the_schedule_costs() -> None:
     bubble = measure_bubble(trace, find_collectives(trace))
     assert bubble is not None
     assert bubble.measured_ratio == pytest.approx(0.55)
-    assert (bubble.stages, bubble.microbatches) == (4, 8)
+    assert (bubble.stages, bubble.microbatches, bubble.chunks) == (4, 8, 1)
     assert bubble.theoretical_ratio == pytest.approx(3 / 11)
+
+
+def test_the_ends_of_an_interleaved_pipeline_show_its_chunks() -> None:
+    """The last of four stages sends every gradient of two chunks back, and the first chunk's activations to stage 0."""
+    events: list[Event] = []
+    for step in range(2):
+        begun = 1000.0 * step
+        for place in range(16):
+            note = {"group": "5", "group_description": "pp", "group_size": 4, "stream": 20}
+            at = begun + 60 * place
+            to_previous = {**note, "collective": "send", "peer": 2}
+            events.append(("ncclDevKernel_SendRecv(args)", Category.KERNEL, at, 10, to_previous))
+            if place % 2:
+                to_first = {**note, "collective": "send", "peer": 0}
+                events.append(("ncclDevKernel_SendRecv(args)", Category.KERNEL, at + 20, 10, to_first))
+        events.append((f"ProfilerStep#{step}", Category.USER_ANNOTATION, begun, 1000))
+    trace = make_trace(events, rank=3)
+    bubble = measure_bubble(trace, find_collectives(trace))
+    assert bubble is not None and (bubble.microbatches, bubble.chunks) == (8, 2)
+    assert bubble.theoretical_ratio == pytest.approx(3 / 19)
+
+
+def test_an_exchange_of_tokens_is_no_bubble() -> None:
+    note = {"group": "5", "group_description": "mesh_ep", "group_size": 4, "stream": 20}
+    kernels: list[Event] = [
+        ("ncclDevKernel_SendRecv(args)", Category.KERNEL, 10.0 * place, 5, note) for place in range(8)
+    ]
+    trace = make_trace([("ProfilerStep#0", Category.USER_ANNOTATION, 0, 100), *kernels])
+    assert measure_bubble(trace, find_collectives(trace)) is None
+
+
+def test_batched_messages_belong_to_the_group_of_their_calls() -> None:
+    """torch names the group in the calls of a batch, and launches their kernel from a call without one."""
+    pipeline = {"group": "5", "group_description": "PIPELINE_MODEL_PARALLEL_GROUP", "group_size": 2, "peer": 1}
+    events: list[Event] = [("ProfilerStep#0", Category.USER_ANNOTATION, 0, 1000)]
+    for number in range(2):
+        at = 100.0 * number
+        events += [
+            ("record_param_comms", Category.CPU_OP, at + 1, 2, {**pipeline, "collective": "send"}),
+            ("record_param_comms", Category.CPU_OP, at + 4, 2, {**pipeline, "collective": "recv"}),
+            ("nccl:coalesced", Category.USER_ANNOTATION, at + 10, 20),
+            ("cudaLaunchKernelExC", Category.RUNTIME, at + 15, 4, {"correlation": number}),
+            ("ncclDevKernel_SendRecv(args)", Category.KERNEL, at + 30, 40, {"stream": 32, "correlation": number}),
+        ]
+    trace = make_trace(events)
+    collectives = find_collectives(trace)
+    (group,) = {int(group) for group in collectives.group[collectives.measured]}
+    assert collectives.groups[group].name == "5"
+    assert collectives.between_stages.all() and collectives.measured.sum() == 2
+    assert set(collectives.peer.tolist()) == {1}
+    bubble = measure_bubble(trace, collectives)
+    assert bubble is not None and (bubble.stages, bubble.microbatches) == (2, 2)
 
 
 def test_a_neighbour_of_any_number_costs_no_memory() -> None:

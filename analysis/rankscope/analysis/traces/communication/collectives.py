@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.collective_kinds import CollectiveKind, size_bytes
+from rankscope.analysis.collective_kinds import CollectiveKind, kind_of_host_operator, size_bytes
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, occurrence, rows_of_groups
+from rankscope.analysis.step_graph.group_kinds import GroupKind, infer_group_kinds
+from rankscope.analysis.step_graph.operations import MESSAGES, UNKNOWN, Group, Operations
 from rankscope.analysis.traces.breakdown import occupy_host
 from rankscope.analysis.traces.communication.host_calls import CallMetadata, find_calls, find_transfers, name_kinds
-from rankscope.analysis.traces.intervals import Intervals, covered_until, union
-from rankscope.analysis.traces.kernels import Kind, classify
+from rankscope.analysis.traces.intervals import Intervals, Spans, covered_until, nest, union
+from rankscope.analysis.traces.kernels import Kind, classify, names_like
+from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, ProcessGroup, Trace
+
+PURPOSES = tuple(GroupKind)
+_PIPELINE = PURPOSES.index(GroupKind.PIPELINE)
+POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
+_GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
+# Members of a group that has all ranks of the job and no list of them.
+MAX_UNLISTED_MEMBERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -39,9 +50,23 @@ class Collectives:
     sequence_noted: Bools  # recorded by the profiler, so it is the same number on all ranks
     measured: Bools  # False: only the host call was recorded, which shows when it was made but not how long it took
     groups: tuple[ProcessGroup, ...]  # name "" if the trace names none: then one per stream
+    group_kinds: tuple[GroupKind, ...] = ()  # of each of the groups
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    @property
+    def purpose(self) -> Ints:
+        """The kind of each row's group as an index into `PURPOSES`. Collectives in the group of a pipeline's messages
+        have none."""
+        of_group = np.array([PURPOSES.index(kind) for kind in self.group_kinds], dtype=np.int64)[self.group]
+        aside = (of_group == _PIPELINE) & ~np.isin(self.kind, POINT_TO_POINT)
+        return np.where(aside, PURPOSES.index(GroupKind.UNKNOWN), of_group)
+
+    @property
+    def between_stages(self) -> Bools:
+        """The messages of a pipeline."""
+        return np.asarray(self.purpose == _PIPELINE)
 
     @property
     def end_ns(self) -> Ints:
@@ -60,7 +85,7 @@ def find_collectives(trace: Trace) -> Collectives:
     hidden = covered_until(compute_intervals(trace), np.stack([transfers.start_ns, transfers.end_ns]).ravel())
     before, after = hidden.reshape(2, -1)
     duration = transfers.end_ns - transfers.start_ns
-    return Collectives(
+    collectives = Collectives(
         kind=noted.kind,
         group=grouping.group,
         sequence=sequence,
@@ -79,6 +104,100 @@ def find_collectives(trace: Trace) -> Collectives:
         measured=transfers.measured,
         groups=grouping.groups,
     )
+    return replace(collectives, group_kinds=_group_kinds(trace, collectives))
+
+
+def gradient_hooks(trace: Trace) -> Spans:
+    """The nodes of the backward pass that complete a gradient. DDP starts a bucket from the last of its gradients."""
+    return nest(trace, np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _GRADIENT)[trace.name]))
+
+
+def calls_of_reductions(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
+    """The host's row that started each: with NCCL the annotated call; for transfers on a gloo thread the operator
+    that queued it. The queue is FIFO, so each transfer belongs to the next operator not yet served."""
+    called: Ints = collectives.call_row[rows].copy()
+    queued = np.flatnonzero((collectives.kernel_row[rows] == ABSENT) & collectives.measured[rows])
+    if not len(queued):
+        return called
+    is_reduction = np.array(
+        [kind_of_host_operator(name) is CollectiveKind.ALL_REDUCE for name in trace.names], dtype=bool
+    )
+    operators = np.flatnonzero(trace.of(Category.CPU_OP) & is_reduction[trace.name])
+    begun = collectives.start_ns[rows[queued]]
+    place = np.searchsorted(begun, trace.start_ns[operators], side="left")
+    turn = np.arange(len(operators))
+    place = turn + np.maximum.accumulate(place - turn) if len(operators) else place
+    served = place < len(queued)
+    called[queued] = ABSENT
+    called[queued[place[served]]] = operators[served]
+    return called
+
+
+def _group_kinds(trace: Trace, collectives: Collectives) -> tuple[GroupKind, ...]:
+    kinds = infer_group_kinds(_operations(trace, collectives), trace.world_size)
+    rows = np.flatnonzero(collectives.kind == CollectiveKind.ALL_REDUCE)
+    calls = calls_of_reductions(trace, collectives, rows)
+    rows, calls = rows[calls != ABSENT], calls[calls != ABSENT]
+    hooked = gradient_hooks(trace).around(calls, trace.start_ns[calls]) >= 0
+    of_gradients = set(collectives.group[rows[hooked]].tolist())
+    return tuple(
+        GroupKind.DATA if kind is GroupKind.UNKNOWN and number in of_gradients else kind
+        for number, kind in enumerate(kinds)
+    )
+
+
+def _operations(trace: Trace, collectives: Collectives) -> Operations:
+    """The measured rows and all messages. A message that one kernel sent with others starts when that was called."""
+    rows = np.flatnonzero(collectives.measured | np.isin(collectives.kind, MESSAGES))
+    group, kind = collectives.group[rows], collectives.kind[rows]
+    at = np.where(collectives.kernel_row[rows] != ABSENT, collectives.kernel_row[rows], collectives.call_row[rows])
+    steps = find_steps(trace)
+    step = step_of_rows(trace, steps)[at] if len(steps) else np.full(len(rows), NO_STEP)
+    start = collectives.start_ns[rows]
+    batches = collectives.call_row[rows[(kind == CollectiveKind.SEND_RECV) & (collectives.call_row[rows] != ABSENT)]]
+    called = np.append(np.sort(trace.start_ns[batches]), np.iinfo(np.int64).max)
+    following = called[np.searchsorted(called[:-1], start)]
+    is_batched = ~collectives.measured[rows] & (following < called[-1])
+    start = np.where(is_batched, following, start)
+    groups = tuple(
+        Group(each.name, each.ranks or _all_ranks(trace, size), each.description)
+        for each, size in zip(collectives.groups, _largest(collectives), strict=True)
+    )
+    return Operations(
+        rank=np.full(len(rows), UNKNOWN if trace.rank is None else trace.rank),
+        step=step,
+        group=group,
+        kind=kind,
+        sequence=collectives.sequence[rows],
+        peer=_ranks_of_peers(groups, group, collectives.peer[rows]),
+        bytes=collectives.bytes[rows],
+        start_ns=start,
+        stop_ns=start + collectives.duration_ns[rows],
+        queued_ns=np.zeros(len(rows), dtype=np.int64),
+        groups=groups,
+    )
+
+
+def _largest(collectives: Collectives) -> list[int]:
+    size = np.full(len(collectives.groups), ABSENT)
+    np.maximum.at(size, collectives.group, collectives.group_size)
+    return [int(each) for each in size]
+
+
+def _all_ranks(trace: Trace, size: int) -> tuple[int, ...]:
+    return tuple(range(size)) if size == trace.world_size and size <= MAX_UNLISTED_MEMBERS else ()
+
+
+def _ranks_of_peers(groups: tuple[Group, ...], group: Ints, peer: Ints) -> Ints:
+    """A peer that is no member of its group is a position in it."""
+    number, count = number_groups(group, peer)
+    ranks = np.zeros(count, dtype=np.int64)
+    members_of = [frozenset(each.ranks) for each in groups]
+    for rows in rows_of_groups(number, count):
+        index, each = int(group[rows[0]]), int(peer[rows[0]])
+        members = groups[index].ranks
+        ranks[number[rows[0]]] = members[each] if 0 <= each < len(members) and each not in members_of[index] else each
+    return ranks[number]
 
 
 def compute_intervals(trace: Trace) -> Intervals:

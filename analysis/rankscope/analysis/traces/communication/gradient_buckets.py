@@ -13,11 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.collective_kinds import CollectiveKind, kind_of_host_operator
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.collectives.alpha_beta import Fit, Observations, fit_collectives
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
-from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
-from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, nest, total, union
+from rankscope.analysis.traces.communication.collectives import (
+    Collectives,
+    calls_of_reductions,
+    compute_intervals,
+    gradient_hooks,
+)
+from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import BACKWARD, NO_STEP, Steps, find_steps, launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace, take_or_absent
@@ -26,7 +31,6 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 # DDP starts a bucket from the hook of the gradient that completes it; an all-reduce of tensor parallelism is started
 # from the backward of its own function.
 _ACCUMULATES = re.compile(r"torch::autograd::AccumulateGrad")
-_GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
 MEBIBYTE = 1 << 20
 CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
 DEFAULT_CAP_MB = 25
@@ -98,8 +102,8 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
     """Empty if the trace shows no DDP. Buckets outside of all steps (a trace may begin inside one) are ignored."""
     steps = find_steps(trace)
     reductions = np.flatnonzero(collectives.kind == CollectiveKind.ALL_REDUCE)
-    call_row = _call_rows(trace, collectives, reductions)
-    hooks = nest(trace, np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _GRADIENT)[trace.name]))
+    call_row = calls_of_reductions(trace, collectives, reductions)
+    hooks = gradient_hooks(trace)
     called = trace.start_ns[call_row]
     found = (hooks.around(call_row, called) >= 0) & (call_row >= 0)
     step = np.where(found, steps.at(called), NO_STEP)
@@ -209,27 +213,6 @@ def _backward_began(trace: Trace, steps: Steps) -> Ints:
     moment = take_or_absent(started, np.where(first < len(started), first, ABSENT))
     within = (moment >= 0) & (moment < steps.end_ns)
     return computed_until(trace, np.where(within, moment, steps.start_ns))
-
-
-def _call_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
-    """The host's row that started each: with NCCL the annotated call; for transfers on a gloo thread the operator
-    that queued it. The queue is FIFO, so each transfer belongs to the next operator not yet served."""
-    called: Ints = collectives.call_row[rows].copy()
-    queued = np.flatnonzero((collectives.kernel_row[rows] == ABSENT) & collectives.measured[rows])
-    if not len(queued):
-        return called
-    is_reduction = np.array(
-        [kind_of_host_operator(name) is CollectiveKind.ALL_REDUCE for name in trace.names], dtype=bool
-    )
-    operators = np.flatnonzero(trace.of(Category.CPU_OP) & is_reduction[trace.name])
-    begun = collectives.start_ns[rows[queued]]
-    place = np.searchsorted(begun, trace.start_ns[operators], side="left")
-    turn = np.arange(len(operators))
-    place = turn + np.maximum.accumulate(place - turn) if len(operators) else place
-    served = place < len(queued)
-    called[queued] = ABSENT
-    called[queued[place[served]]] = operators[served]
-    return called
 
 
 @dataclass(frozen=True)

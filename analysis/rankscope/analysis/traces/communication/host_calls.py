@@ -147,7 +147,27 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
         kind=np.where(best >= 0, best, own_kind[leaf]),
         peer=np.where(noted.peer >= 0, noted.peer, peer),
     )
+    noted = _with_batched_messages(noted, take_or_absent(spans.thread_of_row, spans.row[leaf]))
     return Calls(spans, leaf, noted, kinds.on_host[trace.name[spans.row[leaf]]])
+
+
+def _with_batched_messages(noted: CallMetadata, thread: Ints) -> CallMetadata:
+    """torch sends and receives a batch of messages in one call after theirs, which names no group: it has that of the
+    messages before it, and their peer if there is one only."""
+    is_message = np.isin(noted.kind, _POINT_TO_POINT)
+    batches = np.flatnonzero((noted.kind == CollectiveKind.COALESCED) & (noted.group < 0))
+    apart = np.concatenate([[True], (thread[1:] != thread[:-1]) | ~is_message[:-1] | ~is_message[1:]])[: len(thread)]
+    begin = np.maximum.accumulate(np.where(apart, np.arange(len(thread)), 0))
+    batches = batches[batches > 0]
+    batches = batches[is_message[batches - 1] & (thread[batches - 1] == thread[batches])]
+    first, last = begin[batches - 1], batches
+    messages = _sum_up(noted, first, last)
+    batches, messages = batches[messages.group >= 0], messages.take(np.flatnonzero(messages.group >= 0))
+    columns = [column.copy() for column in noted.columns()]
+    for column, of_batch in zip(columns, messages.columns(), strict=True):
+        column[batches] = of_batch
+    columns[0][batches] = CollectiveKind.SEND_RECV
+    return replace(CallMetadata(*columns), sequence=noted.sequence)
 
 
 def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.collective_kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups, take_rows
+from rankscope.analysis.stats.robust import Ints, grouped_median, number_groups, rows_of_groups, take_rows
+from rankscope.analysis.step_graph.group_kinds import GroupKind, declared_kind
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import contains, total, uncovered, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
@@ -21,7 +22,6 @@ _FRAMEWORKS = (
     ("fsdp", re.compile(r"FSDP|FullyShardedDataParallel|fully_shard", re.IGNORECASE)),
     ("zero", re.compile(r"deepspeed|zero3|zero_?(stage|optimizer)|partition(ed)?_param", re.IGNORECASE)),
 )
-_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,19 @@ def measure_bubble(
     trace: Trace, collectives: Collectives, *, stages: int | None = None, microbatches: int | None = None
 ) -> BubbleSummary | None:
     """Medians over steps. None if the trace shows no step with transfers between neighbours. Arguments that are not
-    given are inferred: stages from a process group named for the pipeline, micro-batches from the number of sends to
-    one peer."""
-    transfers = take_rows(collectives, np.isin(collectives.kind, _POINT_TO_POINT) & collectives.measured)
+    given are inferred: stages from a process group named for the pipeline, micro-batches and chunks from the number of
+    sends to each peer."""
+    messages = take_rows(collectives, collectives.between_stages)
+    transfers = take_rows(messages, messages.measured)
     steps = find_steps(trace)
     if not len(transfers) or not len(steps):
         return None
     of_row = step_of_rows(trace, steps)
-    row = np.where(transfers.kernel_row != ABSENT, transfers.kernel_row, transfers.call_row)
-    step = of_row[row]
+    step = of_row[_rows_of(transfers)]
     computing = compute_intervals(trace)
     work = np.flatnonzero((classify(trace) == Kind.COMPUTE) & (of_row != NO_STEP))
     work_of_step = rows_of_groups(of_row[work], len(steps))
-    busy, lasted, sent = [], [], []
+    busy, lasted = [], []
     ends_of_work = trace.end_ns
     for number, rows in enumerate(rows_of_groups(step, len(steps))):
         if not len(rows):
@@ -101,18 +101,20 @@ def measure_bubble(
         ended = max(int(end.max()), int(ends_of_work[own].max(initial=end.max())))
         busy.append(union(start, end))
         lasted.append(ended - begun)
-        sent.append(_most_sent(transfers.kind[rows], transfers.peer[rows]))
     if not lasted:
         return None
     waited = uncovered(busy, computing)
     stages = stages or _stages(transfers)
-    microbatches = microbatches or int(np.median(sent)) or None
+    sends, chunks = _sends(messages, of_row[_rows_of(messages)])
+    if microbatches is not None:
+        sends, chunks = microbatches, 1
     return BubbleSummary(
         measured_ratio=float(np.median(np.array(waited) / np.maximum(lasted, 1))),
         waiting_us=float(np.median(waited)) / 1000,
         stages=stages,
-        microbatches=microbatches,
-        theoretical_ratio=one_forward_one_backward_ratio(stages, microbatches) if stages and microbatches else None,
+        microbatches=sends // chunks if sends else None,
+        chunks=chunks if sends else None,
+        theoretical_ratio=one_forward_one_backward_ratio(stages, sends) if stages and sends else None,
     )
 
 
@@ -124,24 +126,36 @@ def _framework(trace: Trace) -> str:
 
 
 def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
-    """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1)."""
+    """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1). With an interleaved schedule, each chunk of a micro-batch
+    counts as one."""
     if stages < 1 or microbatches < 1:
         raise ValueError(f"stages and micro-batches must be positive, not {stages} and {microbatches}")
     return (stages - 1) / (microbatches + stages - 1)
 
 
-def _most_sent(kind: Ints, peer: Ints) -> int:
-    """A stage sends each micro-batch's activations to the next stage and gradients to the previous one."""
-    peers = peer[(kind == CollectiveKind.SEND) & (peer >= 0)]
-    # Not bincount: a trace may contain any number, and the table would be as long.
-    return int(np.unique(peers, return_counts=True)[1].max()) if len(peers) else 0
+def _rows_of(collectives: Collectives) -> Ints:
+    return np.where(collectives.kernel_row != ABSENT, collectives.kernel_row, collectives.call_row)
+
+
+def _sends(messages: Collectives, step: Ints) -> tuple[int, int]:
+    """How often a stage sends to one peer in a step, and for how many chunks. With m micro-batches in v chunks, the
+    ends of the pipeline exchange m(v-1) and neighbours m·v; of two stages, the peers are the same."""
+    rows = np.flatnonzero((messages.kind == CollectiveKind.SEND) & (messages.peer >= 0) & (step != NO_STEP))
+    if not len(rows):
+        return 0, 1
+    link, links = number_groups(step[rows], messages.peer[rows])
+    counts, first = np.bincount(link, minlength=links), np.unique(link, return_index=True)[1]
+    peers, number = np.unique(messages.peer[rows[first]], return_inverse=True)
+    usual = sorted(grouped_median(counts.astype(np.float64), number, len(peers)).astype(np.int64).tolist())
+    most, less = usual[-1], usual[0]
+    interleaved = len(usual) == 2 and less < most and most % (most - less) == 0
+    return most, most // (most - less) if interleaved else 1
 
 
 def _stages(transfers: Collectives) -> int | None:
     for number in np.unique(transfers.group).tolist():
         group = transfers.groups[number]
-        words = f"{group.name} {group.description}".lower()
-        if "pipe" in words or "pp" in words.replace("_", " ").split():
+        if declared_kind(f"{group.name} {group.description}") is GroupKind.PIPELINE:
             size = int(transfers.group_size[transfers.group == number].max())
             if size > 1:
                 return size

@@ -10,10 +10,10 @@ import numpy as np
 
 from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
-from rankscope.analysis.traces.communication.collectives import Collectives
+from rankscope.analysis.traces.communication.collectives import POINT_TO_POINT, Collectives
 from rankscope.analysis.traces.trace import Trace
 
-_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV)
+_DIRECTIONS = np.array([POINT_TO_POINT.index(kind) + 1 if kind in POINT_TO_POINT else 0 for kind in CollectiveKind])
 # For these, all ranks pass the same number of bytes, so different sizes are different collectives. An all-to-all may be
 # uneven, and a root may count differently from the others.
 _EVEN = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -21,21 +21,25 @@ _EVEN = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.RE
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group, or one direction between two of its ranks. Names repeat (each node may have a group "tp"), so
-    the ranks are part of the identity, or the size if the ranks are unknown."""
+    """A process group, or one direction between two of its ranks, or both at once. Names repeat (each node may have a
+    group "tp"), so the ranks are part of the identity, or the size if the ranks are unknown."""
 
     group: str
     ranks: tuple[int, ...] = ()  # empty if unknown
     size: int = -1
     stream: int = -1  # distinguishes groups without a name
     pair: tuple[int, int] | None = None  # sender, receiver
+    both_ways: bool = False
 
     @property
     def label(self) -> str:
         name = f"group {self.group!r}" if self.group else "the unnamed group"
         if self.stream >= 0:
             name += f" on stream {self.stream}"
-        return name if self.pair is None else f"{name}, rank {self.pair[0]} to {self.pair[1]}"
+        if self.pair is None:
+            return name
+        first, second = self.pair
+        return f"{name}, ranks {first} and {second}" if self.both_ways else f"{name}, rank {first} to {second}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,11 @@ def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collecti
         kind = rows.kind.copy()
         paired = _paired(rows)
         kind[paired] = CollectiveKind.SEND_RECV
-        measured = np.flatnonzero(rows.measured & (rows.group_size != 1) & (rows.group >= 0))
-        # Whole groups, then sends, then receives.
-        direction = np.where(paired, np.where(rows.kind == CollectiveKind.SEND, 1, 2), 0)
+        # Batches of messages to several stages have no counterpart.
+        single = ~rows.between_stages | paired | (rows.group_size == 2)
+        measured = np.flatnonzero(rows.measured & single & (rows.group_size != 1) & (rows.group >= 0))
+        # Whole groups, then sends, then receives, then both at once.
+        direction = np.where(paired, _DIRECTIONS[np.maximum(rows.kind, 0)], 0)
         keys = (rows.group, direction, np.where(paired, rows.peer, -1))
         for members in rows_of_groups(*number_groups(*(key[measured] for key in keys))):
             calls = measured[members]
@@ -78,8 +84,8 @@ def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collecti
             identity = identities[rank, group]
             if towards:
                 other = _global_rank(peer, identity, local_peers[identity])
-                ends = (rank, other) if towards == 1 else (other, rank)
-                identity = Channel(identity.group, identity.ranks, 2, identity.stream, ends)
+                ends = (rank, other) if towards == 1 or (towards == 3 and rank < other) else (other, rank)
+                identity = Channel(identity.group, identity.ranks, 2, identity.stream, ends, towards == 3)
             channel[calls] = numbers.setdefault(identity, len(numbers))
         used = np.flatnonzero(channel >= 0)
         parts.append(_columns(rank, traces[rank].base_ns, rows, used, channel[used], kind[used]))
@@ -87,7 +93,7 @@ def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collecti
 
 
 def _paired(rows: Collectives) -> Bools:
-    return np.isin(rows.kind, _POINT_TO_POINT) & (rows.peer >= 0)
+    return np.isin(rows.kind, POINT_TO_POINT) & (rows.peer >= 0)
 
 
 def _columns(rank: int, base_ns: int, rows: Collectives, used: Ints, channel: Ints, kind: Ints) -> Calls:

@@ -13,7 +13,8 @@ from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups, take_rows
 from rankscope.analysis.step_graph.clock_alignment import Clocks, align
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
+from rankscope.analysis.traces.communication.collectives import PURPOSES, Collectives, compute_intervals
+from rankscope.analysis.traces.intervals import difference, total, union
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
 from rankscope.analysis.traces.joins.comparison import RankExcess, compare_ranks
@@ -41,6 +42,7 @@ class RankWaits:
 @dataclass(frozen=True)
 class GroupWaits:
     group: str
+    group_kind: str  # a GroupKind
     kind: str
     collectives: int
     ranks: tuple[int, ...]  # those with a trace
@@ -57,6 +59,8 @@ class Join:
     close_arrivals: int  # collectives in which the last two arrived closer together than the clocks can resolve
     waits: Mapping[int, RankWaits]
     groups: tuple[GroupWaits, ...]
+    # By rank and kind of group, the share of exposed time in collectives that was waiting for others.
+    exposed_wait_ratio: Mapping[int, Mapping[str, float]]
     verdict: Kind
     culprits: tuple[int, ...]
     stage: int | None
@@ -109,7 +113,8 @@ def join_traces(
         last_arrivals=last_arrivals,
         close_arrivals=int((arrivals.lead_ns <= 1000 * (clocks.residual_us or 0.0)).sum()),
         waits=_rank_waits(ranks, matched, arrivals, steps),
-        groups=_group_waits(matched, arrivals),
+        groups=_group_waits(matched, arrivals, collectives),
+        exposed_wait_ratio=_exposed_wait_ratios(traces, collectives, matched, arrivals),
         verdict=verdict.kind,
         culprits=verdict.culprits,
         stage=verdict.stage,
@@ -184,8 +189,34 @@ def _rank_waits(ranks: list[int], matched: Matched, arrivals: Arrivals, steps: S
     return found
 
 
-def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]:
+def _exposed_wait_ratios(
+    traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], matched: Matched, arrivals: Arrivals
+) -> dict[int, dict[str, float]]:
+    ratios: dict[int, dict[str, float]] = {}
+    for rank, trace in traces.items():
+        members = np.flatnonzero(matched.calls.rank == rank)
+        rows = matched.calls.row[members]
+        begun, ended = collectives[rank].start_ns[rows], collectives[rank].end_ns[rows]
+        turned = begun + np.minimum(arrivals.wait_ns[members], ended - begun)  # from waiting to transfer
+        purpose, hiding = collectives[rank].purpose[rows], compute_intervals(trace)
+        of_rank = ratios[rank] = {}
+        for kind in np.unique(purpose).tolist():
+            mine = purpose == kind
+            waited = total(*difference(union(begun[mine], turned[mine]), hiding))
+            moved = total(*difference(union(turned[mine], ended[mine]), hiding))
+            if waited + moved:
+                of_rank[PURPOSES[kind].value] = waited / (waited + moved)
+    return ratios
+
+
+def _group_waits(
+    matched: Matched, arrivals: Arrivals, collectives: Mapping[int, Collectives]
+) -> tuple[GroupWaits, ...]:
     found = []
+    purpose = np.zeros(len(matched.calls), dtype=np.int64)
+    for rank, rows in collectives.items():
+        mine = matched.calls.rank == rank
+        purpose[mine] = rows.purpose[matched.calls.row[mine]]
     numbers, count = number_groups(matched.channel, matched.kind)
     groups, calls = rows_of_groups(numbers, count), rows_of_groups(numbers[matched.collective], count)
     for chosen, members in zip(groups, calls, strict=True):
@@ -196,6 +227,7 @@ def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]
         found.append(
             GroupWaits(
                 group=matched.channels[channel].label,
+                group_kind=PURPOSES[int(purpose[members].min())].value,
                 kind=CollectiveKind(kind).label,
                 collectives=len(chosen),
                 ranks=tuple(ranks.tolist()),
