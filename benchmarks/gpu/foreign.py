@@ -1,5 +1,6 @@
-"""Is the verdict right on trainers that are not ours? Megatron-LM and nanoGPT as their authors publish them, on several
-NCCL ranks of one GPU under `rankscope run`, healthy and with a fault that begins at a known time; one table.
+"""Is the verdict right on trainers that are not ours? Megatron-LM, nanoGPT and DeepSpeed's pipeline example as their
+authors publish them, on several NCCL ranks of one GPU under `rankscope run`, healthy and with a fault that begins at a
+known time; one table.
 
     python3 -m benchmarks.gpu.foreign --source gpu-foreign [--only 'tp2-pp2-*'] [--parallel 2] [--skip 14]
 
@@ -34,8 +35,15 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.gpu.foreign_cells import NANOGPT_CPU_FLAGS, TRAINERS, Cell, Trainer, all_cells, batches
-from benchmarks.gpu.foreign_recorder import Recorder
+from benchmarks.gpu.foreign_cells import (
+    DEEPSPEED_CONFIG,
+    DEEPSPEED_CPU_CONFIG,
+    TRAINERS,
+    Cell,
+    Trainer,
+    all_cells,
+    batches,
+)
 from benchmarks.gpu.foreign_rows import Facts, Row, iterations, judge, table, texts
 from benchmarks.gpu.lab import core_shares, lab_job, multi_process_service
 from benchmarks.gpu.reporting import machine
@@ -48,7 +56,9 @@ from tools.jobs.launcher import JobError
 FIRST_STEP_SECONDS, END_SECONDS = 100.0, 25.0
 START_ESTIMATE_SECONDS = 32.0
 LOG_BYTES = 60_000
-SAMPLE_SECONDS = 1.0
+# A recording begins so long before the fault, and ends so long after it.
+RECORDED_BEFORE_SECONDS, RECORDED_AFTER_SECONDS = 12.0, 24.0
+RECORDER_ENDS_SECONDS = 20.0
 MAX_ARCHIVE_BYTES = 15 << 20
 DATA_TOKENS, VOCABULARY, CPU_VOCABULARY = 2_000_000, 50_000, 256
 
@@ -69,7 +79,7 @@ def unpacked(source: Path, target: Path, cpu: bool) -> Source:
     for archive in sorted(source.glob("*.tar.gz")):
         with tarfile.open(archive) as file:
             file.extractall(target, filter="data")
-    # On a CPU only nanoGPT runs, which needs no package.
+    # On a CPU, nanoGPT needs no package, and `JOB_PYTHONPATH` names the others'.
     modules = target / "modules" if cpu else unpack(source / "wheels", target)[0]
     dataset = target / "random-tokens"
     dataset.mkdir()
@@ -117,13 +127,17 @@ class Watch:
 class CellRun:
     """A cell under `rankscope run`, from its start to its result."""
 
-    def __init__(self, cell: Cell, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, cell: Cell, folder: Path, after: float, command: Sequence[str], environment: dict[str, str]
+    ) -> None:
+        """`after`: seconds from the first step to the fault."""
         self.cell = cell
         self._folder = folder
+        self._after = after
         self._began = time.monotonic()
+        self._target: str | None = None  # where `rankscope run` answers
         self._watch: Watch | None = None
-        self._recorder = Recorder()
-        self._sampled = 0.0
+        self._recorder: subprocess.Popen[bytes] | None = None
         self._started_after: float | None = None
         words = [sys.executable, "-m", "rankscope.cli.main", "run", "--summary", str(folder / "summary.json"), "--"]
         with (folder / "terminal.log").open("wb") as log:
@@ -142,20 +156,44 @@ class CellRun:
 
     def poll(self, seconds: float) -> None:
         """Do what is due; kill what takes longer than `seconds` from the first step on."""
-        if self._watch is None and (target := re.search(r"--connect (\S+)", self.terminal)):
-            self._watch = Watch(target[1])
-        pids, since = self._folder / "pids.json", time.monotonic() - self._began
+        if self._target is None and (target := re.search(r"--connect (\S+)", self.terminal)):
+            self._target = target[1]
+            self._watch = Watch(self._target)
+        since = time.monotonic() - self._began
         if self._started_after is None and (self._folder / "started.json").exists():
             self._started_after = since
-        if since - self._sampled >= SAMPLE_SECONDS and pids.exists():
-            self._sampled = since
-            if not self._recorder.is_following:
-                self._recorder.follow(json.loads(pids.read_text()))
-            self._recorder.sample()
+        begins_at = (self._started_after or FIRST_STEP_SECONDS) + self._after - RECORDED_BEFORE_SECONDS
+        if self._recorder is None and self._target is not None and since >= begins_at:
+            self._recorder = self._record(self._target)
         limit = FIRST_STEP_SECONDS if self._started_after is None else self._started_after + seconds + END_SECONDS
         if since > limit and self.is_running:
             print(f"{self.cell.name}: ended after {since:.0f} s, it takes too long", flush=True)
             self.end()
+
+    def _record(self, target: str) -> subprocess.Popen[bytes]:
+        seconds = RECORDED_BEFORE_SECONDS + RECORDED_AFTER_SECONDS + self.cell.fault.more_seconds
+        words = [sys.executable, "-m", "rankscope.cli.main", "record", "--connect", target]
+        words += ["-o", str(self._recording), "--seconds", f"{seconds:g}"]
+        with (self._folder / "record.log").open("wb") as log:
+            return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+    @property
+    def _recording(self) -> Path:
+        return self._folder / "recording.npz"
+
+    def _keep_recording(self, target: Path) -> dict[str, Any]:
+        if self._recorder is None:
+            return {}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._recorder.wait(RECORDER_ENDS_SECONDS)
+        self._recorder.kill()
+        said = (self._folder / "record.log").read_text(errors="replace")
+        if not self._recording.exists():
+            return {"said": said}
+        shutil.copy(self._recording, target)
+        with np.load(target, allow_pickle=False) as arrays:
+            operations = sum(len(arrays[name]) for name in arrays.files if name.startswith("nccl_"))
+        return {"said": said, "operations": operations, "bytes": target.stat().st_size}
 
     def end(self) -> None:
         if self.is_running:
@@ -177,8 +215,7 @@ class CellRun:
         row.start_seconds = None if self._started_after is None else round(self._started_after, 1)
         facts = self._fact("fault.json")
         try:
-            middle = None if facts is None else facts["monotonic_ns"]
-            row.recording = self._recorder.write(out / f"{cell.name}.npz", middle)
+            row.recording = self._keep_recording(out / f"{cell.name}.npz")
             self._judge(row, facts)
         except (JobError, OSError, ValueError, KeyError) as error:
             # The other cells of the batch are judged all the same.
@@ -218,23 +255,28 @@ class Matrix:
         self._shares = core_shares(asked.parallel)
         self._machine = machine()
         self._ends_at = asked.ends_at
-        self._longest = START_ESTIMATE_SECONDS + asked.seconds
-        self._left_out = 0
+        self._longest_overhead = START_ESTIMATE_SECONDS  # of a batch, beside the seconds of its cells
+        self._left_out: list[str] = []
         self.rows: list[Row] = []
 
     def run(self, cells: Sequence[Cell]) -> None:
         for batch in batches(cells, self._asked.parallel):
             left = self._ends_at - time.monotonic()
-            if left < self._longest + 3:
-                self._left_out += len(batch)
+            seconds = self._seconds(batch[0])
+            if left < self._longest_overhead + seconds + 3:
+                self._left_out += [cell.name for cell in batch]
                 continue
             print(f"## {', '.join(cell.name for cell in batch)} ({left:.0f} s left)", flush=True)
             began = time.monotonic()
             self.rows += self._run(batch)
-            self._longest = max(self._longest, time.monotonic() - began)
+            self._longest_overhead = max(self._longest_overhead, time.monotonic() - began - seconds)
             for row in self.rows[-len(batch) :]:
                 print("  " + "; ".join(filter(None, texts(row))), flush=True)
             self.save()
+
+    def _seconds(self, cell: Cell) -> float:
+        """Return the time from the first step to the last."""
+        return float(self._asked.seconds + cell.fault.more_seconds)
 
     def _run(self, batch: Sequence[Cell]) -> list[Row]:
         """Each batch has a multi-process service of its own, which does not survive a rank that is killed."""
@@ -248,7 +290,7 @@ class Matrix:
                 stack.callback(runs[-1].end)
             while any(run.is_running for run in runs):
                 for run in runs:
-                    run.poll(self._asked.seconds)
+                    run.poll(self._seconds(run.cell))
                 time.sleep(0.2)
         names = [cell.name for cell in batch]
         return [run.result(self._out, [name for name in names if name != run.cell.name]) for run in runs]
@@ -256,9 +298,13 @@ class Matrix:
     def _start(self, cell: Cell, cores: list[int], environment: dict[str, str]) -> CellRun:
         folder = Path(tempfile.mkdtemp(prefix=f"{cell.name}-", dir=self._scratch))
         asked, layout, fault, trainer = self._asked, cell.layout, cell.fault, TRAINERS[cell.layout.trainer]
-        flags = (NANOGPT_CPU_FLAGS if asked.cpu else trainer.flags).split() + layout.flags.split()
+        flags = f"{(trainer.cpu_flags if asked.cpu else None) or trainer.flags} {layout.flags}".split()
         if layout.trainer == "nanogpt":
             flags += [f"--dataset={self._source.dataset}", f"--out_dir={folder}"]
+        if layout.trainer == "deepspeed":
+            config = folder / "deepspeed.json"
+            config.write_text(json.dumps(DEEPSPEED_CPU_CONFIG if asked.cpu else DEEPSPEED_CONFIG))
+            flags.append(f"--deepspeed_config={config}")
         words = {
             "--trainer": layout.trainer,
             "--script": self._source.script(trainer),
@@ -269,20 +315,22 @@ class Matrix:
             "--milliseconds": fault.milliseconds,
             "--every": fault.every,
             "--after": asked.after,
-            "--seconds": asked.seconds,
+            "--seconds": self._seconds(cell),
         }
+        if layout.stand_in:
+            words["--stand-in"] = layout.stand_in
         spec = Spec(
-            [str(word) for pair in words.items() for word in pair] + ["--apex-stand-in"] * layout.apex_stand_in,
+            [str(word) for pair in words.items() for word in pair],
             layout.ranks,
             cores,
             str(self._source.modules),
             environment | {"TEARDOWN_CUPTI": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-            FIRST_STEP_SECONDS + asked.seconds + END_SECONDS,
+            FIRST_STEP_SECONDS + self._seconds(cell) + END_SECONDS,
             asked.cpu,
         )
         (folder / "spec.json").write_text(json.dumps(asdict(spec)))
         command = [sys.executable, "-m", "benchmarks.gpu.foreign", "--launch", str(folder)]
-        return CellRun(cell, folder, command, environment)
+        return CellRun(cell, folder, asked.after, command, environment)
 
     def save(self) -> None:
         (self._asked.out / "foreign.md").write_text(self.text)
@@ -297,7 +345,7 @@ class Matrix:
         asked, right = self._asked, sum(row.is_right for row in self.rows)
         dry = " (dry run without a GPU: only shows that the script works)" if asked.cpu else ""
         shared = f"up to {asked.parallel} jobs of four ranks at a time share the GPU" if asked.parallel > 1 else "alone"
-        left_out = f" {self._left_out} cells were left out: there was no time." if self._left_out else ""
+        left_out = f" There was no time for {', '.join(self._left_out)}." if self._left_out else ""
         head = f"{self._machine['text']}; {shared}. {right} of {len(self.rows)} cells are right.{left_out}"
         return f"### Foreign trainers{dry}\n\n{head}\n\n{table(self.rows)}\n"
 
@@ -350,9 +398,6 @@ def launch(folder: Path) -> int:
         cores=spec.cores,
         label="foreign",
     ) as job:
-        pids = folder / "pids.new"
-        pids.write_text(json.dumps([process.pid for process in job.processes]))
-        pids.rename(folder / "pids.json")
         try:
             job.wait_for(lambda: job.have_written("started-{}.json"), "the first step", FIRST_STEP_SECONDS)
             shutil.copy(job.folder / "started-0.json", folder / "started.json")
@@ -387,12 +432,12 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="so many cells, which an earlier run had")
     parser.add_argument("--parallel", type=int, default=2, help="jobs of four ranks at the same time")
     parser.add_argument("--after", type=float, default=22.0, help="seconds from the first step to the fault")
-    parser.add_argument("--seconds", type=float, default=50.0, help="from the first step to the last")
+    parser.add_argument("--seconds", type=float, default=50.0, help="from first step to last; some faults add to it")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds; cells that would not fit are left out")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--pack", type=Path, help="where the archives of all results go (default: OUT)")
     parser.add_argument("--list", action="store_true", help="print the cells that would run at the same time")
-    parser.add_argument("--cpu", action="store_true", help="a tiny nanoGPT over gloo: to try the script itself")
+    parser.add_argument("--cpu", action="store_true", help="tiny models over gloo; nanoGPT, or what --only names")
     parser.add_argument("--launch", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.ends_at = time.monotonic() + asked.budget

@@ -21,6 +21,16 @@ NANOGPT_FLAGS = """
 NANOGPT_CPU_FLAGS = """
     --n_layer=2 --n_embd=32 --n_head=2 --block_size=64 --batch_size=2 --eval_iters=1 --compile=False --dtype=float32
     --gradient_accumulation_steps=8 --always_save_checkpoint=False --backend=gloo"""
+DEEPSPEED_FLAGS = "--steps=100000000"
+DEEPSPEED_CPU_FLAGS = f"{DEEPSPEED_FLAGS} --backend=gloo"
+# With torch's Adam. DeepSpeed's own is compiled when a job starts, which needs nvcc.
+DEEPSPEED_CONFIG: dict[str, object] = {
+    "train_batch_size": 128,
+    "train_micro_batch_size_per_gpu": 8,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
+    "steps_per_print": 5,
+}
+DEEPSPEED_CPU_CONFIG = DEEPSPEED_CONFIG | {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
 
 
 @dataclass(frozen=True)
@@ -28,10 +38,12 @@ class Trainer:
     script: str
     flags: str
     layer: str  # whose forward is slowed
-    step: re.Pattern[str]  # a line of the log: number and milliseconds of a step
+    step: re.Pattern[str]  # a line of the log: number and duration of a step
     first_number: int
     log_interval: int
     logs_on_last_rank: bool
+    unit_milliseconds: float = 1.0  # of the duration in the log
+    cpu_flags: str | None = None  # instead of `flags`; None if it needs a GPU
 
 
 TRAINERS = {
@@ -52,6 +64,19 @@ TRAINERS = {
         0,
         1,
         logs_on_last_rank=False,
+        cpu_flags=NANOGPT_CPU_FLAGS,
+    ),
+    # DeepSpeed's example of pipeline parallelism: AlexNet, split where its parameters are.
+    "deepspeed": Trainer(
+        "deepspeed-pipeline/train.py",
+        DEEPSPEED_FLAGS,
+        "torch.nn:Linear",
+        re.compile(r"^steps: (\d+) loss: .*iter time \(s\): ([\d.]+)", re.MULTILINE),
+        1,
+        5,
+        logs_on_last_rank=False,
+        unit_milliseconds=1000.0,
+        cpu_flags=DEEPSPEED_CPU_FLAGS,
     ),
 }
 
@@ -63,7 +88,11 @@ class Layout:
     ranks: int = 4
     slow_rank: int = 2
     trainer: str = "megatron"
-    apex_stand_in: bool = False
+    stand_in: str = ""  # for a package, as in foreign_stand_ins.py
+
+    @property
+    def has_stages_of_one_rank(self) -> bool:
+        return "pp4" in self.name.split("-")
 
 
 _TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -77,12 +106,14 @@ LAYOUTS = (
     Layout("nanogpt", trainer="nanogpt"),
     Layout("tp2-pp2-dp2", _TP2_PP2, ranks=8, slow_rank=5),
     Layout("pp4-interleaved", f"{_PP4} --num-layers-per-virtual-pipeline-stage 1"),
-    Layout("tp2-pp2-sp", f"{_TP2_PP2} --sequence-parallel", slow_rank=3, apex_stand_in=True),
+    Layout("tp2-pp2-sp", f"{_TP2_PP2} --sequence-parallel", slow_rank=3, stand_in="apex"),
     Layout(
         "ep2",
         "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall",
         slow_rank=1,
     ),
+    Layout("deepspeed-pp2-dp2", "-p 2", trainer="deepspeed", stand_in="torchvision"),
+    Layout("deepspeed-pp4", "-p 4", trainer="deepspeed", stand_in="torchvision"),
 )
 
 
@@ -92,14 +123,15 @@ class Fault:
     kind: str  # as in foreign_fault.py
     milliseconds: float = 0.0  # of a layer
     every: int = 1
+    more_seconds: float = 0.0  # until the job ends: a verdict on few slow steps needs many of them
 
 
 FAULTS = (
     Fault("none", "none"),
     Fault("host", "host", 15.0),
     Fault("gpu", "gpu", 10.0),
-    Fault("host10", "host", 60.0, 10),
-    Fault("gpu10", "gpu", 60.0, 10),
+    Fault("host10", "host", 60.0, 10, more_seconds=60.0),
+    Fault("gpu10", "gpu", 60.0, 10, more_seconds=60.0),
 )
 
 
@@ -123,7 +155,7 @@ class Cell:
 
     def is_blamed(self, kind: str, culprits: Sequence[int], stage: int | None) -> bool:
         rank = self.layout.slow_rank
-        is_stage = kind == "slow_stage" and self.layout.name.startswith("pp4") and stage in (None, rank)
+        is_stage = kind == "slow_stage" and self.layout.has_stages_of_one_rank and stage in (None, rank)
         return (kind == "slow_rank" or is_stage) and list(culprits) == [rank]
 
 
@@ -137,10 +169,12 @@ def all_cells() -> list[Cell]:
 
 
 def batches(cells: Sequence[Cell], parallel: int) -> list[list[Cell]]:
-    """Cells that run at the same time. A large one takes several shares; those that do not fit go into the next."""
+    """Cells that run at the same time and take equally long. A large one takes several shares; those that do not fit go
+    into the next."""
     made: list[list[Cell]] = []
     for cell in cells:
-        room = (batch for batch in made if sum(other.shares for other in batch) + cell.shares <= parallel)
+        equal = (batch for batch in made if batch[0].fault.more_seconds == cell.fault.more_seconds)
+        room = (batch for batch in equal if sum(other.shares for other in batch) + cell.shares <= parallel)
         batch = next(room, None)
         if batch is None:
             made.append(batch := [])

@@ -1,31 +1,31 @@
 """Runs an unchanged training script as one rank of a job, slows one function on one rank, and ends the job in order.
 
 The fault begins some seconds after the first step and lasts to the end. The script ends by its own means: Megatron-LM
-by its time limit, whose start is moved, and nanoGPT by its number of iterations. A rank that is killed would take the
-GPU from all others (CUDA's multi-process service). `fault.json` in the folder says when the fault began."""
+by its time limit, whose start is moved, nanoGPT by its number of iterations, and DeepSpeed's example by a `range` that
+ends early. A rank that is killed would take the GPU from all others (CUDA's multi-process service). `fault.json` in the
+folder says when the fault began."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import importlib
-import importlib.machinery
 import json
 import os
 import runpy
 import sys
 import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from foreign_stand_ins import STAND_INS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # Megatron-LM's own limit, in minutes. The wrapper moves the start time, so that training ends earlier.
 EXIT_MINUTES = 60
-# The ranks of nanoGPT agree on their last step through a file, so long before it.
+# The ranks of nanoGPT and of DeepSpeed's example agree on their last step through a file, so long before it.
 AHEAD_SECONDS, MIN_STEPS_AHEAD = 3.0, 4
 CYCLES_PER_MILLISECOND = 1_800_000  # of the GPU's clock
 
@@ -41,7 +41,8 @@ class Session:
         self._optimizer: object = None
         self._steps = 0
         self._began_at = self._fault_at = self._end_at = 0.0
-        self._has_begun = self._has_end = False
+        self._has_begun = False
+        self._last_step: int | None = None
 
     def step_ended(self, optimizer: object, *_: object) -> None:
         """Called after `step` of any optimizer. The first one counts steps: a job may have several."""
@@ -53,8 +54,15 @@ class Session:
             self._begin()
         if self._is_culprit and time.monotonic() >= self._fault_at:
             self._switch()
-        if self._asked.trainer == "nanogpt" and not self._has_end:
-            self._end_nanogpt()
+        if self._asked.trainer != "megatron" and self._last_step is None:
+            self._agree_on_end()
+
+    def steps(self, *bounds: int) -> Iterator[int]:
+        """Iterate like `range`, but end after the last step that the ranks agreed on."""
+        for number in range(*bounds):
+            if self._last_step is not None and self._steps >= self._last_step:
+                return
+            yield number
 
     @property
     def _is_culprit(self) -> bool:
@@ -75,7 +83,7 @@ class Session:
             self._write("fault.json")
         self.is_slow = self._steps % self._asked.every == 0
 
-    def _end_nanogpt(self) -> None:
+    def _agree_on_end(self) -> None:
         path = self._folder / "last-step"
         now = time.monotonic()
         if self._rank == 0 and now >= self._end_at - AHEAD_SECONDS:
@@ -84,8 +92,9 @@ class Session:
             path.with_suffix(".new").write_text(str(last))
             path.with_suffix(".new").replace(path)
         if path.exists():
-            self._has_end = True
-            sys.modules["__main__"].__dict__["max_iters"] = int(path.read_text())
+            self._last_step = int(path.read_text())
+            if self._asked.trainer == "nanogpt":
+                sys.modules["__main__"].__dict__["max_iters"] = self._last_step
 
     def _write(self, name: str) -> None:
         """Write the time, by both clocks, and the number of the step that has just ended."""
@@ -116,38 +125,19 @@ def slow_down(owner: Any, session: Session, hold_up: Callable[[], None]) -> None
     owner.forward = slow_forward
 
 
-def stand_in_for_apex() -> None:
-    """Provide the one function of Apex that sequence parallelism needs: Megatron-LM refuses torch's own LayerNorm."""
-
-    def layer_norm(values: Any, weight: Any, bias: Any, shape: Any, eps: float) -> Any:
-        return torch.nn.functional.layer_norm(values, shape, weight, bias, eps)
-
-    function = types.SimpleNamespace(forward=layer_norm, apply=layer_norm)
-    members: dict[str, dict[str, object]] = {
-        "apex": {},
-        "apex.normalization": {},
-        "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": function},
-    }
-    for name, contents in members.items():
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.__path__ = []
-        module.__dict__.update(contents)
-        sys.modules[name] = module
-
-
-def use_cpu() -> None:
-    """Let nanoGPT, which wants a GPU for each rank, run over gloo: to try the benchmark itself."""
+def use_cpu(trainer: str) -> None:
+    """Let a trainer that wants a GPU for each rank run over gloo: to try the benchmark itself."""
     parallel = torch.nn.parallel
     plain = parallel.DistributedDataParallel
     torch.set_num_threads(1)
-    changes: Any = {
-        (torch.cuda, "set_device"): lambda device: None,
-        (torch.Tensor, "pin_memory"): lambda self: self,
-        (torch.Tensor, "to"): lambda self, *arguments, **keywords: self,
-        (torch.nn.Module, "to"): lambda self, *arguments, **keywords: self,
-        (parallel, "DistributedDataParallel"): lambda model, device_ids: plain(model),
-    }
+    changes: Any = {(torch.cuda, "set_device"): lambda device: None}
+    if trainer == "nanogpt":
+        changes |= {
+            (torch.Tensor, "pin_memory"): lambda self: self,
+            (torch.Tensor, "to"): lambda self, *arguments, **keywords: self,
+            (torch.nn.Module, "to"): lambda self, *arguments, **keywords: self,
+            (parallel, "DistributedDataParallel"): lambda model, device_ids: plain(model),
+        }
     for (owner, name), value in changes.items():
         setattr(owner, name, value)
 
@@ -155,7 +145,7 @@ def use_cpu() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--trainer", choices=("megatron", "nanogpt"), required=True)
+    parser.add_argument("--trainer", choices=("megatron", "nanogpt", "deepspeed"), required=True)
     parser.add_argument("--script", type=Path, required=True)
     parser.add_argument("--arguments", type=json.loads, required=True, help="of the script, as a JSON list")
     parser.add_argument("--layer", required=True, help="MODULE:CLASS whose forward is slowed")
@@ -165,16 +155,16 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="steps from one slow step to the next")
     parser.add_argument("--after", type=float, required=True, help="seconds from the first step to the fault")
     parser.add_argument("--seconds", type=float, required=True, help="from the first step to the end")
-    parser.add_argument("--apex-stand-in", action="store_true")
+    parser.add_argument("--stand-in", choices=STAND_INS, help="a package that the machine lacks")
     parser.add_argument("--cpu", action="store_true")
     asked = parser.parse_args()
 
     sys.path[0] = str(asked.script.parent)
     os.chdir(asked.script.parent)
     if asked.cpu:
-        use_cpu()
-    if asked.apex_stand_in:
-        stand_in_for_apex()
+        use_cpu(asked.trainer)
+    if asked.stand_in:
+        STAND_INS[asked.stand_in]()
     session = Session(asked)
     register_optimizer_step_post_hook(session.step_ended)
     module, _, name = asked.layer.partition(":")
@@ -186,7 +176,8 @@ def main() -> None:
         # It is compiled before the job starts: rank 0 would call `make`, in a folder that jobs share.
         importlib.import_module("megatron.core.datasets.utils").__dict__["compile_helpers"] = lambda: None
     sys.argv = [str(asked.script), *asked.arguments]
-    runpy.run_path(str(asked.script), run_name="__main__")
+    names = {"range": session.steps} if asked.trainer == "deepspeed" else {}
+    runpy.run_path(str(asked.script), names, run_name="__main__")
 
 
 if __name__ == "__main__":

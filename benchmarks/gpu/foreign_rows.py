@@ -92,7 +92,7 @@ class Facts:
 
 
 def iterations(trainer: Trainer, log: str) -> list[tuple[int, float]]:
-    steps = ((int(number), float(millis)) for number, millis in trainer.step.findall(log))
+    steps = ((int(number), float(units) * trainer.unit_milliseconds) for number, units in trainer.step.findall(log))
     return [(number + 1 - trainer.first_number, millis) for number, millis in steps]
 
 
