@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=_seconds,
         default=DEFAULT_SECONDS,
-        metavar="N",
+        metavar="SECONDS",
         help=f"how long, up to {MAX_SECONDS:.0f} (default: {DEFAULT_SECONDS:.0f})",
     )
     options.add_options(parser, "--run", "--ranks")

@@ -20,7 +20,7 @@ from rankscope.probe import nccl_layout, ring_layout
 
 Table = npt.NDArray[Any]
 
-NO_PROBE = "it runs without the probe; start it with `rankscope run`, or see docs/installation.md"
+NO_PROBE = "no records of the probe: the rank is starting, or runs without it; start the job with `rankscope run`"
 NO_NCCL = "NCCL has not loaded the plugin: the rank uses another backend, or has not communicated yet"
 _NO_STEPS: Table = np.zeros(0, dtype=ring_reader.RECORD_DTYPE)
 

@@ -15,6 +15,7 @@ from rankscope.analysis.profiles.pprof import read_pprof
 from rankscope.daemon.loop import Daemon
 from rankscope.daemon.profiles import service
 from rankscope.daemon.samples import RankProcess, StallDump
+from rankscope.daemon.server import rank_requests
 from rankscope.v1 import profile_service_pb2 as pb
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 from tests.unit.daemon import window_makers as make
@@ -114,7 +115,7 @@ def frugal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dumps_are_limited_in_number_and_one_at_a_time(
     frugal: None, served: Daemon, stub: ProfileServiceStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "QUEUE_SECONDS", 0.05)
+    monkeypatch.setattr(rank_requests, "QUEUE_SECONDS", 0.05)
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(rank: RankProcess) -> StallDump:
