@@ -22,6 +22,9 @@ from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import ranks
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
+# Evidence is read from the whole window of a rank, which costs more than its row.
+MAX_RANKS_LOOKED_AT = 8
+
 # Pipeline stages are compared by their medians: a long stage is no rank's fault.
 
 
@@ -172,7 +175,7 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
         if imbalance is None and stage is None and transfer is None:
             imbalance = imbalance_impact(summary, policy)
     # Steps of hosts vary by a third, which looks like waiting in turn.
-    if window.is_host_paced and tokens is None:
+    if imbalance is not None and tokens is None and (window.is_host_paced or _share_device(window)):
         imbalance = None
     findings = (stage, transfer, imbalance)
     return Observation(
@@ -271,6 +274,13 @@ def observe_workers(ready: ReadyWindow, policy: Policy) -> Observation:
         server=server,
         is_asynchronous=True,
     )
+
+
+def _share_device(window: JobWindow) -> bool:
+    """Ranks that share a GPU get its time in turn, and so wait in turn."""
+    evidence = window.evidence()
+    some = (evidence.get(rank) for rank in window.columns.rank[:MAX_RANKS_LOOKED_AT].tolist())
+    return any(one is not None and one.gpu is not None and one.gpu.shared for one in some)
 
 
 def _network_evidence(window: JobWindow, policy: Policy) -> str:

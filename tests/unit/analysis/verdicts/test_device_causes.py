@@ -305,6 +305,12 @@ def test_uneven_data_on_devices_blames_nobody() -> None:
     assert verdict.impact_ratio is not None and 0.15 < verdict.impact_ratio < 0.7
 
 
+def test_ranks_that_share_a_gpu_wait_in_turn_without_a_finding() -> None:
+    gpus = {rank: GpuEvidence(1755 * MHZ, shared=True) for rank in range(16)}
+    verdict = watch((HEALTHY.but(ranks=16, uneven=0.4), 10), evidence=seen(gpus=gpus))[-1]
+    assert verdict.kind is Kind.HEALTHY
+
+
 # A step, and each rank's time in collectives, in ms: 4 NCCL ranks on an H200. A rank's wait is its own less the least.
 MEASURED = {
     "fsdp2, healthy": (40.5, (32.6, 31.8, 33.4, 33.0), None),
