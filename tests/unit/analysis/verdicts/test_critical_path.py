@@ -87,7 +87,34 @@ def test_what_cannot_be_compared_is_not_called_healthy(layout: Layout) -> None:
     assert judged(layout).kind is Kind.INSUFFICIENT_DATA
 
 
-# Megatron-LM, pipeline 2 x data 2, on four ranks of one GPU; eight of 16 steps have no records.
+# Megatron-LM and DeepSpeed's pipeline example, unchanged, on four ranks of one H200, recorded: the ranks that are slow,
+# and the job's own milliseconds a step before the fault and after it.
+RECORDED: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "dp4_healthy": ((), 81, 81),
+    "dp4_late_host": ((2,), 80, 204),
+    "pp2_dp2_healthy": ((), 84, 84),
+    "pp2_dp2_late_host": ((2,), 88, 340),
+    "pp4_interleaved_healthy": ((), 166, 166),
+    "pp4_interleaved_late_host": ((2,), 166, 384),
+    "pp4_late_host": ((2,), 235, 480),
+    "tp2_pp2_slow_gpu": ((2,), 240, 356),
+    "ep2_healthy": ((), 187, 187),
+    "ep2_slow_gpu": ((1,), 187, 242),
+    "deepspeed_pp2_dp2_healthy": ((), 290, 290),
+    "deepspeed_pp4_late_host": ((2,), 243, 339),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_verdict_on_a_recorded_job_is_right(name: str) -> None:
+    culprits, before, after = RECORDED[name]
+    verdict = judge_path(read(f"{name}.npz"))
+    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK if culprits else Kind.HEALTHY, culprits)
+    if culprits:
+        assert verdict.impact_ratio == pytest.approx(1 - before / after, abs=0.1)
+
+
+# Pipeline 2 x data 2; eight of 16 steps have no records.
 
 
 def read(name: str) -> list[PathWindow]:

@@ -305,7 +305,7 @@ def test_uneven_data_on_devices_blames_nobody() -> None:
     assert verdict.impact_ratio is not None and 0.15 < verdict.impact_ratio < 0.7
 
 
-def test_ranks_that_share_a_gpu_wait_in_turn_without_a_finding() -> None:
+def test_ranks_that_share_a_gpu_are_not_uneven_data() -> None:
     gpus = {rank: GpuEvidence(1755 * MHZ, shared=True) for rank in range(16)}
     verdict = watch((HEALTHY.but(ranks=16, uneven=0.4), 10), evidence=seen(gpus=gpus))[-1]
     assert verdict.kind is Kind.HEALTHY
