@@ -96,11 +96,14 @@ class PathFinder:
 
     def find_all(self, operations: Operations) -> Iterator[PathWindow]:
         """The windows of a recording, in their order."""
-        steps = whole_steps(operations)
+        steps, order = whole_steps(operations), np.argsort(operations.step, kind="stable")
+        sorted_steps = operations.step[order]
         for stretch in np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1):
             # Windows of a stretch share a step: the end of one is the beginning of the next.
             for first in range(0, len(stretch) - 1, WINDOW_STEPS):
-                rows = take_rows(operations, np.isin(operations.step, stretch[first : first + WINDOW_STEPS + 1]))
+                some = stretch[first : first + WINDOW_STEPS + 1]
+                begin, end = np.searchsorted(sorted_steps, [some[0], some[-1] + 1])
+                rows = take_rows(operations, np.sort(order[begin:end]))
                 # The clocks of host and GPU drift apart over a recording.
                 window = self.find(replace(rows, queued_ns=since_issued(rows.rank, rows.queued_ns)))
                 if window is not None:
