@@ -9,9 +9,23 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 
-from rankscope.v1 import capture_service_pb2, job_service_pb2, policy_service_pb2, profile_service_pb2, rank_service_pb2
+from rankscope.v1 import (
+    capture_service_pb2,
+    job_service_pb2,
+    policy_service_pb2,
+    profile_service_pb2,
+    rank_service_pb2,
+    recording_service_pb2,
+)
 
-FILES = (capture_service_pb2, job_service_pb2, policy_service_pb2, profile_service_pb2, rank_service_pb2)
+FILES = (
+    capture_service_pb2,
+    job_service_pb2,
+    policy_service_pb2,
+    profile_service_pb2,
+    rank_service_pb2,
+    recording_service_pb2,
+)
 TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
