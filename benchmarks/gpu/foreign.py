@@ -79,7 +79,7 @@ def unpacked(source: Path, target: Path, cpu: bool) -> Source:
     for archive in sorted(source.glob("*.tar.gz")):
         with tarfile.open(archive) as file:
             file.extractall(target, filter="data")
-    # On a CPU, nanoGPT needs no package, and `JOB_PYTHONPATH` names the others'.
+    # nanoGPT needs no package on a CPU; `JOB_PYTHONPATH` names the packages of the other trainers.
     modules = target / "modules" if cpu else unpack(source / "wheels", target)[0]
     dataset = target / "random-tokens"
     dataset.mkdir()
@@ -187,13 +187,13 @@ class CellRun:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._recorder.wait(RECORDER_ENDS_SECONDS)
         self._recorder.kill()
-        said = (self._folder / "record.log").read_text(errors="replace")
+        output = (self._folder / "record.log").read_text(errors="replace")
         if not self._recording.exists():
-            return {"said": said}
+            return {"output": output}
         shutil.copy(self._recording, target)
         with np.load(target, allow_pickle=False) as arrays:
             operations = sum(len(arrays[name]) for name in arrays.files if name.startswith("nccl_"))
-        return {"said": said, "operations": operations, "bytes": target.stat().st_size}
+        return {"output": output, "operations": operations, "bytes": target.stat().st_size}
 
     def end(self) -> None:
         if self.is_running:

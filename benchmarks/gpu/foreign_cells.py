@@ -23,7 +23,7 @@ NANOGPT_CPU_FLAGS = """
     --gradient_accumulation_steps=8 --always_save_checkpoint=False --backend=gloo"""
 DEEPSPEED_FLAGS = "--steps=100000000"
 DEEPSPEED_CPU_FLAGS = f"{DEEPSPEED_FLAGS} --backend=gloo"
-# With torch's Adam. DeepSpeed's own is compiled when a job starts, which needs nvcc.
+# torch's Adam is used: DeepSpeed compiles its own when a job starts, which needs nvcc.
 DEEPSPEED_CONFIG: dict[str, object] = {
     "train_batch_size": 128,
     "train_micro_batch_size_per_gpu": 8,

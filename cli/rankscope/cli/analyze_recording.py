@@ -32,7 +32,7 @@ Format, method and JSON keys: docs/analyze-recording.md.
 # Ranks with the largest part of the path come first.
 MAX_RANKS_SHOWN = 4
 MAX_WINDOWS_SHOWN = 40
-# At the ends of a recording, some operations are always alone.
+# Some operations at the ends of a recording are always alone.
 UNUSUAL_SHARE = 0.005
 
 

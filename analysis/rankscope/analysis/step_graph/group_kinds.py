@@ -35,14 +35,14 @@ MAX_CONTROL_BYTES = 1 << 12
 MIN_GRADIENT_BYTES = 1 << 20
 # A layer has four all-reduces in forward and backward: two layers.
 MIN_LAYER_CALLS = 8
-# So few calls a step are no layers, wherever they lie.
+# Layers make more calls a step than this, wherever the calls lie.
 MAX_SINGLE_CALLS = 2
 # A stretch of work without a call is long if it exceeds three of four stretches by this factor.
 MIN_LONG_FACTOR = 3.0
 # Long stretches of all work: the forward pass is a third of it, and a quarter if it is computed twice.
 MIN_FREE_RATIO = 0.25
 MAX_FREE_RATIO = 0.2
-# With few calls, the longest stretch has the forward pass and the backward pass up to the first gradients.
+# The longest stretch between few calls has the forward pass and the backward pass up to the first gradients.
 MIN_LONGEST_RATIO = 0.4
 # Messages that a stage receives in a step, to tell its phases apart: gradients are in the last ones.
 MIN_RECEIPTS = 3
@@ -76,8 +76,8 @@ _WORDS = {
 
 
 def declared_kind(description: str) -> GroupKind:
-    """For example `TENSOR_MODEL_PARALLEL_GROUP`, `mesh_dp_shard`, `EXPERT_DATA_PARALLEL_GROUP`. A group of several
-    dimensions is unknown."""
+    """Return the kind that a description names, such as `TENSOR_MODEL_PARALLEL_GROUP`, `mesh_dp_shard` or
+    `EXPERT_DATA_PARALLEL_GROUP`. A group of several dimensions is unknown."""
     words = set(re.findall(r"[a-z]+", description.lower()))
     kinds = [kind for kind, known in _WORDS.items() if words & known]
     if len(kinds) == 2 and GroupKind.EXPERT in kinds:
@@ -284,7 +284,7 @@ def _free_phases(operations: Operations, seats: _Seats, rows: Ints, is_pipeline:
     place = np.minimum(np.searchsorted(ranks, seats.rank), max(len(ranks) - 1, 0))
     receipts = np.where(ranks[place] == seats.rank, counts[place], 0) if len(ranks) else np.zeros(len(seats.rank))
     share = 1 - _ratio(np.bincount(seat_of_visit, minlength=len(seats.group)), receipts)
-    # With fewer, gradients follow half of all receipts.
+    # Gradients follow half of all receipts where there are fewer.
     return receipts > 0, np.where(receipts >= MIN_RECEIPTS * seats.steps, share, np.nan)
 
 

@@ -67,7 +67,7 @@ _DDP_SUGGESTION = (
     "bf16 by DDP's bf16_compress_hook, accumulating over micro-batches under no_sync()), and compare busbw with what "
     "the links can do (`rankscope analyze alphabeta`)."
 )
-# What to try about exposed communication, by the kind of the groups that most of it is in.
+# Advice on exposed communication, by the kind of the groups that have most of it.
 _OVERLAP_SUGGESTIONS = {
     "tensor": "Use sequence parallelism and run the collectives beside the matrix products (Megatron's "
     "--sequence-parallel with --tp-comm-overlap, torch.compile's async tensor parallelism), or make the tensor group "
@@ -126,7 +126,7 @@ class Evidence:
     """The typical rank: medians over the ranks of a job, which all step together."""
 
     ranks: tuple[RankSummary, ...]
-    # By rank and kind of group, if known: the share of exposed communication that is waiting for others.
+    # The share of exposed communication that is waiting for others, by rank and kind of group, if known.
     wait_ratio: Mapping[int, Mapping[str, float]]
 
     @cached_property

@@ -144,7 +144,7 @@ def device_name(trace: Trace) -> str:
 
 
 def exposed_by_group_kind(collectives: Collectives, computing: Intervals) -> dict[str, float]:
-    """In µs. What runs while a stage waits for another counts as the wait."""
+    """Microseconds by kind of group. Communication that runs while a stage waits for another counts as the wait."""
     covered, purpose, exposed_us = computing, collectives.purpose, {}
     kinds = sorted(set(purpose[collectives.measured].tolist()), key=lambda kind: PURPOSES[kind] != GroupKind.PIPELINE)
     for kind in kinds:

@@ -189,11 +189,11 @@ class LivePath:
         rows = _whole_steps(rows, len(ranks), self._judged, complete)
         rest_seconds = min(len(rows) * ROW_SECONDS / CPU_SHARE, MAX_REST_SECONDS)
         self._rested_unix_seconds = window.end_unix_seconds + rest_seconds
-        found = self._finder.find(rows)
-        if found is not None:
+        judged = self._finder.find(rows)
+        if judged is not None:
             self._judged = complete
             self._drop(complete)
-        return found
+        return judged
 
     def _drop(self, before: int) -> None:
         self._parts = {

@@ -12,7 +12,7 @@ import grpc
 from rankscope.daemon.samples import MAX_RANK, RankProcess
 from rankscope.daemon.server.grpc_server import abort
 
-# Of a request, whose message has at most 64 KiB.
+# A request has at most 64 KiB.
 NAME_CHARACTERS: Final = 512
 MAX_RANKS: Final = 16384
 MAX_NAMES: Final = 1024  # threads, phases and pods

@@ -67,10 +67,10 @@ def read_nccl(
         memory = nccl_reader.read_memory(fd)
         if memory.owner_pid != owner_pid:
             raise RingError("owner", f"the memory of the NCCL plugin belongs to pid {memory.owner_pid}; ignored")
-        found, progress = _read_times(fd, memory, before, steps, is_long, role)
+        times_of_steps, progress = _read_times(fd, memory, before, steps, is_long, role)
     finally:
         os.close(fd)
-    return replace(found, communicators=nccl_reader.communicators(memory)), progress
+    return replace(times_of_steps, communicators=nccl_reader.communicators(memory)), progress
 
 
 def _read_times(
@@ -84,16 +84,16 @@ def _read_times(
     if not len(steps):
         return NcclTimes(), before
     records = nccl_reader.read_records(fd, before.read, memory.written)
-    found = operations(records.table, memory.communicators)
-    made, progress = _times_of(found, records, memory.communicators, before, steps, is_long)
+    timed_rows = operations(records.table, memory.communicators)
+    times_of_steps, progress = _times_of(timed_rows, records, memory.communicators, before, steps, is_long)
     if role is None or not have_roles(records.table, memory.communicators, role.world_size):
-        return made, progress
-    timed = _timed(found, records.table, memory.communicators)
+        return times_of_steps, progress
+    timed = _timed(timed_rows, records.table, memory.communicators)
     is_whole = ((steps["flags"] & ring_layout.FLAG_NCCL) != 0) & (steps["steps"] == 1)
     # A host may issue the operations of steps that its device begins much later.
     ends = StepEnds(role.step_numbers, np.maximum.accumulate(steps["host_end_ns"]), is_whole)
     rows, held = before.held.advance(timed, ends, role)
-    return replace(made, operations=rows), replace(progress, held=held)
+    return replace(times_of_steps, operations=rows), replace(progress, held=held)
 
 
 def _timed(found: Operations, records: Table, communicators: Table) -> TimedOperations:

@@ -89,8 +89,8 @@ class HeldOperations:
         records = timed.records[is_new]
         if not len(records) and self.rows is None:
             return None, replace(self, steps=steps)
-        made, issued = _operations(timed, is_new, role.rank), records["issued_ns"].astype(np.int64)
-        rows = made if self.rows is None else join_rows([self.rows, made])
+        new_rows, issued = _operations(timed, is_new, role.rank), records["issued_ns"].astype(np.int64)
+        rows = new_rows if self.rows is None else join_rows([self.rows, new_rows])
         issued = np.concatenate([self.issued_ns, issued])
         if not len(steps.number):
             return None, replace(self, rows=rows, issued_ns=issued)
@@ -122,8 +122,8 @@ class HeldOperations:
         excess = np.count_nonzero(is_whole) / budget
         if excess > 1:
             # NCCL is asked in one block of so many; of these, one in so many is sent.
-            asked = np.count_nonzero(steps.is_whole) / len(steps.number)
-            every = 2 ** round(math.log2(1 / asked)) * 2 ** math.ceil(math.log2(excess))
+            whole_share = np.count_nonzero(steps.is_whole) / len(steps.number)
+            every = 2 ** round(math.log2(1 / whole_share)) * 2 ** math.ceil(math.log2(excess))
             is_whole &= number // BLOCK_STEPS % every == 0
         chosen, sizes = np.unique(number[is_whole], return_counts=True)
         chosen, sizes = chosen[sizes <= MAX_ROWS], sizes[sizes <= MAX_ROWS]

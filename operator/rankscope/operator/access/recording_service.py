@@ -154,11 +154,13 @@ class UserRecordings:
         call: Call,
     ) -> Iterator[pb.RecordRunResponse]:
         pods = sorted(target.where.pods[node])[:MAX_PODS]
-        asked = pb.RecordRunRequest(job=target.job, ranks=request.ranks, pods=pods, seconds=request.seconds)
+        request_to_node = pb.RecordRunRequest(job=target.job, ranks=request.ranks, pods=pods, seconds=request.seconds)
         owners, wanted = target.where.owners, frozenset(request.ranks)
         try:
             with self._calls.channel(address) as channel:
-                answers = RecordingServiceStub(channel).RecordRun(asked, timeout=request.seconds + SLACK_SECONDS)
+                answers = RecordingServiceStub(channel).RecordRun(
+                    request_to_node, timeout=request.seconds + SLACK_SECONDS
+                )
                 call.context.add_callback(answers.cancel)
                 for answer in answers:
                     own = [

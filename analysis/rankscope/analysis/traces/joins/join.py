@@ -59,7 +59,7 @@ class Join:
     close_arrivals: int  # collectives in which the last two arrived closer together than the clocks can resolve
     waits: Mapping[int, RankWaits]
     groups: tuple[GroupWaits, ...]
-    # By rank and kind of group, the share of exposed time in collectives that was waiting for others.
+    # The share of exposed time in collectives that was waiting for others, by rank and kind of group.
     exposed_wait_ratio: Mapping[int, Mapping[str, float]]
     verdict: Kind
     culprits: tuple[int, ...]
