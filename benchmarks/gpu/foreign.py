@@ -5,8 +5,9 @@ known time; one table.
     python3 -m benchmarks.gpu.foreign --source gpu-foreign [--only 'tp2-pp2-*'] [--parallel 2] [--skip 14]
 
 A cell is a layout and a fault. Several run at the same time and share the GPU. Results are written after each of these
-batches: a run that is cut short leaves what it had. OUT/foreign has, for each cell, what was said and when (.json) and
-a recording of NCCL's operations on all ranks (.npz, for `rankscope analyze recording`)."""
+batches: a run that is cut short leaves what it had. OUT/foreign has, for each cell, what was said and when (.json), a
+recording of NCCL's operations on all ranks (.npz, for `rankscope analyze recording`), and the windows that the daemon
+sent (.windows.gz, for `benchmarks.gpu.window_stream`)."""
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ from benchmarks.gpu.lab import core_shares, lab_job, multi_process_service
 from benchmarks.gpu.reporting import machine
 from benchmarks.gpu.unpacking import unpack
 from benchmarks.gpu.verdict_rows import Said
+from benchmarks.gpu.window_stream import WindowRecorder
 from benchmarks.running import ROOT
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 from tools.jobs.launcher import JobError
@@ -137,6 +139,7 @@ class CellRun:
         self._began = time.monotonic()
         self._target: str | None = None  # where `rankscope run` answers
         self._watch: Watch | None = None
+        self._windows: WindowRecorder | None = None
         self._recorder: subprocess.Popen[bytes] | None = None
         self._started_after: float | None = None
         words = [sys.executable, "-m", "rankscope.cli.main", "run", "--summary", str(folder / "summary.json"), "--"]
@@ -159,6 +162,7 @@ class CellRun:
         if self._target is None and (target := re.search(r"--connect (\S+)", self.terminal)):
             self._target = target[1]
             self._watch = Watch(self._target)
+            self._windows = WindowRecorder(self._target, self._folder / "windows.gz")
         since = time.monotonic() - self._began
         if self._started_after is None and (self._folder / "started.json").exists():
             self._started_after = since
@@ -222,6 +226,9 @@ class CellRun:
             traceback.print_exc(limit=-3, file=sys.stdout)
             row.failure = f"{type(error).__name__}: {error}"
         (out / f"{cell.name}.json").write_text(json.dumps(asdict(row), indent=1, default=str))
+        if self._windows is not None:
+            self._windows.wait(RECORDER_ENDS_SECONDS)
+            shutil.copy(self._folder / "windows.gz", out / f"{cell.name}.windows.gz")
         for log in sorted(self._folder.glob("*.log")):
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - LOG_BYTES))
