@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.analysis.stats.long_steps import find_long
 from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Verdict
 from rankscope.analysis.verdicts.window_columns import FIGURES, columns, unpack
 from rankscope.analysis.verdicts.windows import JobWindow, RankEvidence, columns_of
-from rankscope.daemon.steps.long_steps import RecentSteps, bound_waits, find_long, sum_up
+from rankscope.daemon.steps.long_steps import RecentSteps, bound_waits, sum_up
 from rankscope.daemon.windows.window import statistics_of, window_columns
 from rankscope.v1.window_pb2 import LongSteps, RankWindow
 from tests.unit.daemon import window_makers as make
@@ -72,7 +73,7 @@ class StallingJob:
             wait = np.where(is_measured, self.transfer_seconds + lost - own, np.nan)
             checkpoint = own if self.are_checkpoints else np.zeros(len(own))
             known = recent.get(rank, recent.get(ALL, RecentSteps()))
-            is_long = find_long(known, step_seconds)
+            is_long = find_long(known.step_seconds, step_seconds)
             backward = self.backward_seconds + lost - own
             bounded = bound_waits(is_long, known, step_seconds, wait, backward)
             found = sum_up(is_long, known, step_seconds, bounded, checkpoint)

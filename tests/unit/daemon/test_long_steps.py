@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from rankscope.analysis.stats.long_steps import find_long
 from rankscope.daemon.samples import LongSteps
-from rankscope.daemon.steps.long_steps import RecentSteps, bound_waits, find_long, sum_up
+from rankscope.daemon.steps.long_steps import RecentSteps, bound_waits, sum_up
 from rankscope.daemon.windows.window import window_columns
 from rankscope.v1 import window_pb2
 from tests.unit.daemon import window_makers as make
@@ -32,7 +33,7 @@ def found(step_seconds: np.ndarray, more_wait: Sequence[tuple[int, float]] = (),
     checkpoint = columns.get("checkpoint", np.zeros(len(step_seconds)))
     before = RecentSteps()
     return sum_up(
-        find_long(before, step_seconds),
+        find_long(before.step_seconds, step_seconds),
         before,
         step_seconds,
         columns.get("wait", wait),
@@ -43,13 +44,13 @@ def found(step_seconds: np.ndarray, more_wait: Sequence[tuple[int, float]] = (),
 
 def test_a_step_is_long_from_twice_the_usual_on() -> None:
     made = steps(64, s3=0.6, s10=USUAL * 0.9, s20=USUAL * 1.1)
-    assert np.flatnonzero(find_long(RecentSteps(), made)).tolist() == [3, 20]
+    assert np.flatnonzero(find_long(np.empty(0), made)).tolist() == [3, 20]
 
 
 def test_short_steps_vary_by_as_much() -> None:
     made = np.full(64, 0.004)
     made[5], made[9] = 0.012, 0.015
-    assert np.flatnonzero(find_long(RecentSteps(), made)).tolist() == [9]
+    assert np.flatnonzero(find_long(np.empty(0), made)).tolist() == [9]
 
 
 def test_stalls_are_long_beside_steps_that_vary() -> None:
@@ -57,21 +58,21 @@ def test_stalls_are_long_beside_steps_that_vary() -> None:
     made = steps(64)
     made[::6] *= 2.2
     made[5::10] += 0.6
-    assert np.flatnonzero(find_long(RecentSteps(), made)).tolist() == [5, 15, 25, 35, 45, 55]
+    assert np.flatnonzero(find_long(np.empty(0), made)).tolist() == [5, 15, 25, 35, 45, 55]
 
 
 def test_where_many_steps_are_long_that_is_usual() -> None:
     made = steps(60)
     made[::4] += 0.6
-    assert not find_long(RecentSteps(), made).any()
+    assert not find_long(np.empty(0), made).any()
     before = RecentSteps().followed_by(steps(64), np.full(64, WAIT), np.full(64, WAIT))
-    assert not find_long(before, steps(30) * 3).any()  # it has become slower
+    assert not find_long(before.step_seconds, steps(30) * 3).any()  # it has become slower
 
 
 def test_a_window_of_few_steps_is_compared_with_those_before() -> None:
     before = RecentSteps().followed_by(steps(64), np.full(64, WAIT), np.full(64, WAIT))
-    assert find_long(before, steps(2, s1=3.0)).tolist() == [False, True]
-    assert not find_long(RecentSteps(), steps(2, s1=3.0)).any()
+    assert find_long(before.step_seconds, steps(2, s1=3.0)).tolist() == [False, True]
+    assert not find_long(np.empty(0), steps(2, s1=3.0)).any()
 
 
 def test_a_rank_that_waits_as_long_is_not_late() -> None:
@@ -139,7 +140,7 @@ def test_figures_of_a_window_are_those_of_usual_steps() -> None:
 def test_a_long_step_with_usual_backward_is_own_time() -> None:
     """Its wait was not measured. Where backward is as much longer, it may have waited there."""
     made, unknown = steps(64, s3=0.6, s20=0.6), np.full(64, np.nan)
-    is_long, backward = find_long(RecentSteps(), made), np.full(64, 0.010)
+    is_long, backward = find_long(np.empty(0), made), np.full(64, 0.010)
     backward[20] += 0.6
     wait = bound_waits(is_long, RecentSteps(), made, unknown, backward)
     assert wait[3] == 0.0 and np.isnan(np.delete(wait, 3)).all()
@@ -149,7 +150,7 @@ def test_a_long_step_with_usual_backward_is_own_time() -> None:
 def test_measured_waits_are_kept_beside_bounds() -> None:
     made = steps(64, s3=0.6)
     wait = np.full(64, WAIT)
-    is_long = find_long(RecentSteps(), made)
+    is_long = find_long(np.empty(0), made)
     assert (bound_waits(is_long, RecentSteps(), made, wait, np.full(64, 0.010)) == wait).all()
 
 
@@ -157,7 +158,7 @@ def test_steps_that_have_become_slow_are_not_long() -> None:
     """A rank slows down in each step: its first slow steps are rare among the last ones, but come in a row."""
     before = RecentSteps().followed_by(steps(64), np.full(64, WAIT), np.full(64, np.nan))
     slow = np.full(2, USUAL + 0.6)
-    assert find_long(before, slow).all()
+    assert find_long(before.step_seconds, slow).all()
     before = before.followed_by(slow, np.full(2, WAIT), np.full(2, np.nan))
-    assert not find_long(before, slow).any()
-    assert not find_long(before, np.full(9, USUAL + 0.6)).any()
+    assert not find_long(before.step_seconds, slow).any()
+    assert not find_long(before.step_seconds, np.full(9, USUAL + 0.6)).any()

@@ -83,6 +83,26 @@ def test_a_window_between_nccls_turns_is_not_called_blind(writer: Writer, nccl: 
     assert sample.is_blind and not window_of(sample).problems
 
 
+def test_long_steps_between_nccls_turns_count_though_nobody_is_known_to_be_late(
+    writer: Writer, nccl: NcclWriter
+) -> None:
+    """What a job loses must not depend on how often NCCL is asked."""
+    collector = StepsCollector()
+    writer.ring.write_facts({"nccl_descriptor": nccl.descriptor})
+    for _ in range(20):
+        step(writer)
+        nccl.collective(writer.end_ns - 5 * MS, 8)
+    sample_of(collector)
+    for milliseconds in (50, 50, 450, 50):
+        writer.step(milliseconds, flags=ring_layout.FLAG_DEVICE, device=(milliseconds / 1e3, 0.0, float("nan")))
+    sample = sample_of(collector)
+    assert sample.long_steps is not None
+    assert (sample.long_steps.steps, sample.long_steps.waited_seconds) == (1, None)
+    assert sample.long_steps.seconds == pytest.approx(0.4, rel=0.1)
+    row = window_of(sample)
+    assert not row.long_steps.HasField("waited_seconds")
+
+
 def test_the_metric_has_no_collective_twice(writer: Writer, nccl: NcclWriter) -> None:
     made = window_of(played(writer, nccl, nccl.descriptor))
     families = {family.name: family for family in rank_metrics([RankReport(made, RankTotals(), ())], full=True)}

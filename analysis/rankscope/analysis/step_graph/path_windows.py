@@ -52,7 +52,11 @@ class PathWindow:
     @property
     def returns(self) -> Floats:
         """The share of the window's time that would come back if the rank worked as its peers."""
-        returns: Floats = np.nan_to_num(self.losses_ns).sum(axis=0) / max(float(self.step_ns.sum()), 1.0)
+        return self.returns_in(np.ones(len(self.steps), dtype=bool))
+
+    def returns_in(self, steps: Bools) -> Floats:
+        """The share of the window's time that would come back in some of its steps."""
+        returns: Floats = np.nan_to_num(self.losses_ns[steps]).sum(axis=0) / max(float(self.step_ns.sum()), 1.0)
         return returns
 
 

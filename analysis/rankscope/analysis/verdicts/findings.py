@@ -142,6 +142,7 @@ class Observation(NamedTuple):
     tokens: TokenImbalance | None = None  # which explains `imbalance_impact_ratio`
     server: SlowServer | None = None  # of an asynchronous run
     is_asynchronous: bool = False
+    long_steps_impact_ratio: float = 0.0  # of `impact_ratio`, what sits in long steps
 
 
 def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStepHistory, policy: Policy) -> Observation:
@@ -207,7 +208,7 @@ def observe_path(ready: ReadyWindow, path: PathFinding, long_steps: LongStepHist
     """Takes the slow ranks from the critical path. Where ranks have different roles, sums show neither who began a wait
     that is passed on, nor a long stage, nor uneven data."""
     window, summary, steps = ready.window, ready.summary, path.window
-    late = long_steps.add(window.columns, summary, policy)
+    late, is_long = long_steps.add_path(steps, policy)
     any_outlier = bool(path.slow.any())
     returns = steps.returns
     screen = replace(
@@ -241,6 +242,7 @@ def observe_path(ready: ReadyWindow, path: PathFinding, long_steps: LongStepHist
         stalls=long_steps.found,
         lost_by_all_seconds=long_steps.lost_by_all_seconds,
         is_moment_for_stacks=long_steps.is_moment_for_stacks,
+        long_steps_impact_ratio=float(steps.returns_in(is_long)[path.slow].sum()),
     )
 
 

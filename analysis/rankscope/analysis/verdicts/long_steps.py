@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rankscope.analysis.stats.long_steps import LATE_SHARE, RECENT_STEPS, find_long
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
+from rankscope.analysis.step_graph.path_windows import PathWindow
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.window_merge import merge_columns
@@ -104,6 +106,7 @@ class LongStepHistory:
         self._quiet_seconds, self._quiet_steps, self._quiet_windows = 0.0, 0.0, 0  # since
         self._seen = 0
         self._divided: RankColumns | None = None  # the window before, whose last step is in this one on some ranks
+        self._path_steps: Floats = np.empty(0)  # the last steps of the critical path, in seconds
         self._stacks_due, self._stacks_wanted = FIRST_STACKS, STACKS_WINDOWS
 
     def add(self, columns: RankColumns, summary: JobSummary, policy: Policy) -> Mapping[int, float]:
@@ -115,20 +118,33 @@ class LongStepHistory:
         if self._divided is not None or (is_long and _is_divided(columns)):
             columns, summary = self._joined(columns, summary)
             is_long = _has_long(summary)
-        late = self._add_long(columns, summary, policy) if is_long else {}
-        if not is_long:
-            # Most windows of most jobs: this must cost next to nothing.
-            self.lost_by_all_seconds = 0.0
-            self._quiet_windows += 1
-            if summary.step_seconds > 0:
-                self._quiet_seconds += summary.fewest_steps * summary.step_seconds
-                self._quiet_steps += summary.fewest_steps
-            if any(self.found):
-                self.found = self._find(len(columns), policy)
+        late: Mapping[int, float] = {}
+        if is_long:
+            late = self._add_long(_attribute(columns, summary), len(columns), policy)
+        else:
+            steps = summary.fewest_steps if summary.step_seconds > 0 else 0.0
+            self._add_quiet(steps * max(summary.step_seconds, 0.0), steps, len(columns), policy)
         if self._seen >= self._stacks_due or self.is_moment_for_stacks:
             is_long = summary.long_seconds > FIXED.stall_quiet_ratio * summary.step_seconds
             self._note_moment_for_stacks(not is_long and not any(self.found[:2]))
         return late
+
+    def add_path(self, window: PathWindow, policy: Policy) -> tuple[Mapping[int, float], Bools]:
+        """Return, by rank, for how long it was late in the steps of this window, and which of the steps are long. The
+        critical path shows who was late also where a rank passes its waiting on to others."""
+        self._seen += 1
+        seconds = window.step_ns / 1e9
+        is_long = find_long(self._path_steps, seconds)
+        self._path_steps = np.append(self._path_steps, seconds)[-RECENT_STEPS:]
+        late: Mapping[int, float] = {}
+        if is_long.any():
+            usual_seconds = float(np.median(self._path_steps))
+            late = self._add_long(_attribute_path(window, is_long, usual_seconds), len(window.ranks), policy)
+        else:
+            self._add_quiet(float(seconds.sum()), float(len(seconds)), len(window.ranks), policy)
+        if self._seen >= self._stacks_due or self.is_moment_for_stacks:
+            self._note_moment_for_stacks(not is_long.any() and not any(self.found[:2]))
+        return late, is_long
 
     def _joined(self, columns: RankColumns, summary: JobSummary) -> tuple[RankColumns, JobSummary]:
         """A long step that ends with a window is in the next one on some ranks: such a window counts together with the
@@ -146,18 +162,26 @@ class LongStepHistory:
             long_seconds=median_or_nan(both.long_seconds),
         )
 
-    def _add_long(self, columns: RankColumns, summary: JobSummary, policy: Policy) -> Mapping[int, float]:
+    def _add_quiet(self, seconds: float, steps: float, ranks: int, policy: Policy) -> None:
+        """Most windows of most jobs: this must cost next to nothing."""
+        self.lost_by_all_seconds = 0.0
+        self._quiet_windows += 1
+        self._quiet_seconds += seconds
+        self._quiet_steps += steps
+        if any(self.found):
+            self.found = self._find(ranks, policy)
+
+    def _add_long(self, window: _Window, ranks: int, policy: Policy) -> Mapping[int, float]:
         if self._quiet_windows:
             self._windows.append(_Window(self._quiet_seconds, self._quiet_steps, self._quiet_windows))
             self._count += self._quiet_windows
             self._quiet_seconds, self._quiet_steps, self._quiet_windows = 0.0, 0.0, 0
-        window = _attribute(columns, summary)
         self._windows.append(window)
         self._count += 1
         while self._count > MAX_WINDOWS and len(self._windows) > 1:
             self._count -= self._windows.popleft().windows
         self.lost_by_all_seconds = window.lost_by_all_seconds
-        self.found = self._find(len(columns), policy)
+        self.found = self._find(ranks, policy)
         return dict(zip(window.ranks.tolist(), window.late_seconds.tolist(), strict=True))
 
     def _note_moment_for_stacks(self, is_quiet: bool) -> None:
@@ -360,4 +384,26 @@ def _attribute(columns: RankColumns, summary: JobSummary) -> _Window:
         late_seconds=own[is_late],
         late_steps=counted[is_late] * share,
         starved_seconds=(np.nan_to_num(columns.starved_seconds) * steps)[is_late],
+    )
+
+
+def _attribute_path(window: PathWindow, is_long: Bools, usual_seconds: float) -> _Window:
+    seconds = window.step_ns / 1e9
+    excess = np.maximum(seconds[is_long] - usual_seconds, 0.0)
+    lost_seconds = float(excess.sum())
+    losses = np.clip(np.nan_to_num(window.losses_ns[is_long]) / 1e9, 0.0, excess[:, None])
+    late = losses.sum(axis=0)
+    late_steps = (losses >= LATE_SHARE * excess[:, None]).sum(axis=0).astype(np.float64)
+    is_late = (late > FIXED.late_share * lost_seconds) & (late_steps > 0)
+    return _Window(
+        float(seconds.sum()),
+        float(len(seconds)),
+        lost_seconds=lost_seconds,
+        lost_by_some_seconds=min(float(late[is_late].sum()), lost_seconds),
+        lost_steps=float(np.count_nonzero(is_long)),
+        is_known=window.compared >= FIXED.path_compared_share,
+        ranks=window.ranks[is_late],
+        late_seconds=late[is_late],
+        late_steps=late_steps[is_late],
+        starved_seconds=np.zeros(np.count_nonzero(is_late)),
     )

@@ -209,7 +209,8 @@ class RecentWindows:
         shown = [*self._recent] if stalls is not None else flagged
         cause = self._cause([one.window for one in shown if one.window], columns, screened, culprits)
         # Not the mean: the fault began within one of the windows.
-        impacts = [one.impact_ratio for one in self._recent if one.outliers.intersection(culprits)]
+        slow = [one for one in self._recent if one.outliers.intersection(culprits)]
+        impacts = [one.impact_ratio - (one.long_steps_impact_ratio if stalls is not None else 0.0) for one in slow]
         is_usual = stalls is None or len(impacts) >= self._policy.windows_for_alarm
         impact = self._against_the_past(float(np.median(impacts)), columns) if is_usual and impacts else 0.0
         if stalls is not None:

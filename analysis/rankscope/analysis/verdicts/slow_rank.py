@@ -142,7 +142,8 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
 
 def with_stalls(screened: Screen, columns: RankColumns, policy: Policy) -> Screen:
     """The comparison with what ranks lost in long steps, which a cause has to explain too."""
-    late = np.nan_to_num(columns.late_seconds)
+    # The critical path has the long steps already.
+    late = np.where(np.isnan(screened.issued_late_share), np.nan_to_num(columns.late_seconds), 0.0)
     compared = screened.compared_seconds + late
     reference = screened.reference_seconds + median_or_nan(late)
     # Where ranks share CPUs, all of them queue: that explains no difference.

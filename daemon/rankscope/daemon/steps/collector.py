@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rankscope.analysis.stats.long_steps import find_long
 from rankscope.analysis.stats.robust import Ints
 from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector, blocked
@@ -186,7 +187,7 @@ def _sample(
         lost = max(0, header.steps - progress.steps - int(records["steps"][good].sum()))
     kept = step_columns.newest(records, wanted)
     step_seconds = records["span_ns"][kept] * 1e-9 / records["steps"][kept]
-    is_long = long_steps.find_long(progress.recent, step_seconds)
+    is_long = find_long(progress.recent.step_seconds, step_seconds)
     role = Role(rank.rank, rank.world_size, _step_numbers(header, records)[kept], clock_ns)
     nccl, nccl_progress = _nccl(process, header.owner_pid, progress, records[kept], is_long, role)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
@@ -198,8 +199,12 @@ def _sample(
     first_rows = np.cumsum(records["steps"][kept]) - records["steps"][kept]
     wait_seconds = rows.wait_seconds[first_rows] if nccl.wait_seconds is None else nccl.wait_seconds
     bounding_seconds = step_columns.bounding_seconds(records[kept])
+    if nccl.wait_seconds is None and nccl_progress.read is not None:
+        # NCCL takes turns. What is sampled in between covers other operations: of a long step, it shows nothing.
+        wait_seconds = np.full(len(wait_seconds), np.nan)
     # In the collectives that torch issues on a device, waiting is sampled.
-    is_sampled = nccl.wait_seconds is None and bool((records["flags"][kept] & ring_layout.FLAG_DEVICE).any())
+    is_sampled = bool((records["flags"][kept] & ring_layout.FLAG_DEVICE).any())
+    is_sampled &= nccl.wait_seconds is None and nccl_progress.read is None
     found_long = (
         None
         if is_sampled

@@ -1,4 +1,4 @@
-"""Long steps: the few of a rank that took at least twice as long as usual, and what of that it spent waiting.
+"""What a rank spent waiting in its long steps (analysis/stats/long_steps.py).
 
 All other figures of a window that are compared among ranks describe its usual steps: a median does not see a loss that
 sits in few steps, and a mean mixes the two."""
@@ -11,24 +11,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rankscope.analysis.stats.long_steps import LATE_SHARE, RECENT_STEPS
 from rankscope.daemon.samples import Column, LongSteps
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
-LONG_RATIO = 2.0
-# Steps of a few milliseconds vary by as much.
-MIN_EXCESS_SECONDS = 0.010
-# A window with fewer steps is compared together with those before it.
-STEPS_COMPARED = 64
-STEPS_NEEDED = 16
-# A long step is compared with the longest of the others. Where more than a fifth are long, that is how the job runs.
-OTHERS_SHARE = 0.8
-# More in a row are no stalls either: the job has become slower.
-MAX_IN_A_ROW = 3
 # Who was late is known if waiting was measured in this share of the long steps' time.
 MEASURED_SHARE = 0.5
-# A rank that holds this share of what a step took beyond the usual is the one that is late in it.
-LATE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,27 +31,7 @@ class RecentSteps:
     def followed_by(self, step_seconds: Column, wait_seconds: Column, bounding_seconds: Column) -> RecentSteps:
         added = (step_seconds, wait_seconds, bounding_seconds)
         columns = (np.append(*pair) for pair in zip(vars(self).values(), added, strict=True))
-        return RecentSteps(*(column[-STEPS_COMPARED:].copy() for column in columns))
-
-
-def find_long(before: RecentSteps, step_seconds: Column) -> Mask:
-    """Which steps of a window are long."""
-    compared = np.append(before.step_seconds, step_seconds)[-max(STEPS_COMPARED, len(step_seconds)) :]
-    if len(compared) < STEPS_NEEDED:
-        return np.zeros(len(step_seconds), dtype=bool)
-    others = float(np.quantile(compared, OTHERS_SHARE, method="lower"))
-    is_long = compared > max(LONG_RATIO * others, others + MIN_EXCESS_SECONDS)
-    return (is_long & ~_in_a_row(is_long))[len(compared) - len(step_seconds) :]
-
-
-def _in_a_row(steps: Mask) -> Mask:
-    """Those in runs that are too long."""
-    edges = np.flatnonzero(np.diff(steps.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-    edges = edges[np.diff(edges)[:, 0] > MAX_IN_A_ROW]
-    turns = np.zeros(len(steps) + 1, dtype=np.int8)
-    turns[edges[:, 0]], turns[edges[:, 1]] = 1, -1
-    rows: Mask = np.cumsum(turns[:-1]) > 0
-    return rows
+        return RecentSteps(*(column[-RECENT_STEPS:].copy() for column in columns))
 
 
 def bound_waits(

@@ -96,6 +96,33 @@ def test_the_slow_rank_is_named_with_its_cost_and_bound(layout: Layout, on_devic
     assert last.impact_ratio == pytest.approx(1 - usual / real, abs=0.07)
 
 
+@MANY
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_a_rank_that_is_slow_in_every_tenth_step_is_named_alone(layout: Layout, on_device: bool) -> None:
+    """Its waiting ranks pass their waits on: sums of waiting name several ranks."""
+    layout, rank = replace(layout, steps=300), layout.world // 2
+    slow = replace(layout, faults=(Fault(rank, 40_000_000, every=10, first_step=80, on_device=on_device),))
+    given = verdicts(play(slow))
+    assert {one.culprits for one in given} == {(), (rank,)}
+    last = given[-1]
+    assert (last.kind, last.severity, last.cause.bound) == (
+        Kind.SLOW_RANK,
+        Severity.ALARM,
+        DEVICE if on_device else HOST,
+    )
+    assert last.cause.stalls.startswith("in every 10th step")
+    always = replace(slow, faults=(replace(slow.faults[0], first_step=1),))
+    usual, real = (float(play(one).stop_ns.max()) / one.steps for one in (layout, always))
+    assert last.impact_ratio == pytest.approx(1 - usual / real, abs=0.07)
+
+
+@MANY
+def test_long_steps_of_all_ranks_together_are_no_fault_of_one(layout: Layout) -> None:
+    faults = tuple(Fault(rank, 40_000_000, every=10) for rank in range(layout.world))
+    given = verdicts(play(replace(layout, faults=faults)))
+    assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
+
+
 PIPELINE = Layout(pipeline=4, micro_batches=8, steps=160)
 
 
