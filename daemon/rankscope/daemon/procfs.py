@@ -240,6 +240,11 @@ class Environment:
 
 def find_torch(process: str, limit_bytes: int = MAX_MAPS_BYTES) -> tuple[bool, int]:
     """Whether the process has loaded torch, and how many bytes were read to see it."""
+    return find_mapping(process, _TORCH_MAPPINGS, limit_bytes)
+
+
+def find_mapping(process: str, names: Sequence[bytes], limit_bytes: int = MAX_MAPS_BYTES) -> tuple[bool, int]:
+    """Whether the process maps a file with one of these parts of its path, and how many bytes were read to see it."""
     descriptor = os.open(process + "/maps", os.O_RDONLY | os.O_CLOEXEC)
     try:
         tail = b""
@@ -247,7 +252,7 @@ def find_torch(process: str, limit_bytes: int = MAX_MAPS_BYTES) -> tuple[bool, i
         while read_bytes < limit_bytes and (chunk := os.read(descriptor, _CHUNK_BYTES)):
             read_bytes += len(chunk)
             text = tail + chunk
-            if any(mapping in text for mapping in _TORCH_MAPPINGS):
+            if any(name in text for name in names):
                 return True, read_bytes
             tail = chunk[-16:]
         return False, read_bytes

@@ -30,6 +30,7 @@ class Frame(NamedTuple):
         return f"{self.function} ({place}:{self.line})" if self.line else f"{self.function} ({place})"
 
 
+DEVICE_WAIT: Final = Frame("synchronize", "<device>", 0)  # inside of a frame that waits for the GPU
 Stack: TypeAlias = tuple[Frame, ...]  # innermost first
 
 

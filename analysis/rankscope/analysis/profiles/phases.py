@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from rankscope.analysis.profiles.frames import Frame, is_user_code
+from rankscope.analysis.profiles.frames import DEVICE_WAIT, Frame, is_user_code
 
 INPUT: Final = "input"
 FORWARD: Final = "forward"
@@ -103,6 +103,7 @@ ALWAYS: Final = (
     _rule(COMMUNICATION, "megatron/core/pipeline_parallel/p2p_communication.py"),
     _rule(COMMUNICATION, "deepspeed/comm/"),
     _rule(COMMUNICATION, "horovod/torch/mpi_ops.py"),
+    _rule(DEVICE_SYNC, DEVICE_WAIT.file),
     _rule(DEVICE_SYNC, "torch/cuda/__init__.py", "synchronize"),
     _rule(DEVICE_SYNC, "torch/cuda/streams.py", "synchronize"),
     _rule(DEVICE_SYNC, "torch/accelerator/__init__.py", "synchronize"),

@@ -10,8 +10,8 @@ from statistics import median
 import numpy as np
 
 from rankscope.analysis.profiles.comparison import MAIN_RATIO, FrameExcess, sentence
-from rankscope.analysis.profiles.frames import is_user_code
-from rankscope.analysis.profiles.phases import WAITING_PHASES
+from rankscope.analysis.profiles.frames import Frame, is_user_code
+from rankscope.analysis.profiles.phases import DEVICE_SYNC, WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.gpu_throttling import PHASES_OFF_THE_GPU, compare_clocks, compare_errors, name_throttle
 from rankscope.analysis.verdicts.slow_rank import Screen, device_bound, is_timed_on_device
@@ -76,6 +76,18 @@ class _Culprit:
         if self.stacks is None or not self.peers_stacks:
             return []
         return frames_in_excess(self.stacks, self.peers_stacks, waiting=waiting)
+
+    @property
+    def seconds_at_device(self) -> float:
+        """How much longer its host waits for its device, in a step, at lines at which its peers wait less."""
+        if self.stacks is None or not self.peers_stacks:
+            return 0.0
+        usual = [{frame[:3]: frame.own_share for frame in peer.frames} for peer in self.peers_stacks]
+        waits = (
+            frame for frame in self.stacks.frames if frame.phase == DEVICE_SYNC and is_user_code(Frame(*frame[:3]))
+        )
+        more = (frame.own_share - median(peer.get(frame[:3], 0.0) for peer in usual) for frame in waits)
+        return sum(share for share in more if share > 0) * self.step_seconds
 
     def explaining(self, waiting: Collection[str]) -> list[FrameExcess]:
         """Lines that hold enough of the measured excess. Stacks may be from before the rank became slow: a recording
@@ -147,6 +159,9 @@ def name_cause(
         [ranges[other] for other in others if other in ranges] if ranges else [],
         policy,
     )
+    if culprit.bound == HOST and culprit.seconds_at_device >= policy.stack_cause_share * culprit.excess_seconds:
+        # The loop waits for the device in every step, so that operations are issued late when the device is late.
+        culprit = replace(culprit, bound=DEVICE)
     if screened.starved[row] and culprit.bound != DEVICE:
         return _starved(culprit)
     if culprit.bound:

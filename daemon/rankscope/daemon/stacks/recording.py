@@ -17,6 +17,7 @@ from rankscope.analysis.profiles.phases import phase_of
 from rankscope.daemon import procfs
 from rankscope.daemon.samples import FrameCount, Problem, RankProcess, Recording, Span, StackSample
 from rankscope.daemon.stacks import pyspy
+from rankscope.daemon.stacks.device_waits import DeviceWaits
 from rankscope.daemon.stacks.pyspy_output import parse_errors, parse_recording
 from rankscope.daemon.stacks.sampling_budget import Plan, back_off_seconds
 
@@ -118,6 +119,7 @@ class RankRecorder:
         self._py_spy = py_spy
         self._killed = killed
         self._process_folder = f"{proc_root}/{rank.pid}"
+        self._device_waits = DeviceWaits(rank.pid, proc_root)
         self._unix_nanos = unix_nanos
         self._pids = frozenset((rank.pid, *rank.namespace_pids))
         self._running: _Running | None = None
@@ -212,14 +214,15 @@ class RankRecorder:
             return
         engine_threads = partial(pyspy.engine_threads, self._process_folder)
         recording = parse_recording(running.child.output, self._pids, engine_threads)
-        samples = recording.stacks.total()
+        stacks = self._device_waits.mark(recording.stacks)
+        samples = stacks.total()
         errors = parse_errors(log) + recording.garbled_lines
         if samples:
             # Only its end is read from the wall clock, which may have been set since its start.
             end = self._unix_nanos()
             span = Span(end - round((now_seconds - running.started_seconds) * 1e9), end)
-            self._ended.append(_Ended(recording.stacks, errors, span))
-            self._keep(Recording(self.rank.job, self.rank.rank, span, running.period_nanos, recording.stacks))
+            self._ended.append(_Ended(stacks, errors, span))
+            self._keep(Recording(self.rank.job, self.rank.rank, span, running.period_nanos, stacks))
         if errors <= MAX_ERRORS_RATIO * (samples + errors) and samples:
             self._failures, self._problem = 0, None
         elif not self._is_alive():

@@ -53,6 +53,26 @@ def test_a_healthy_device_job_raises_nothing(synchronises: bool) -> None:
         assert told(verdicts) == ["insufficient_data", "healthy"]
 
 
+WAITS = FrameSeen("validate", "train.py", 599, 0.70, 0.70, "device_sync")
+WAITS_LESS = FrameSeen("validate", "train.py", 599, 0.15, 0.15, "device_sync")
+WAITS_AT_END = FrameSeen("log", "train.py", 640, 0.60, 0.60, "device_sync")
+
+
+def test_a_host_that_waits_for_its_slow_device_in_every_step_is_not_late() -> None:
+    """The loop reads a value between forward and backward, so operations are issued when the device is done."""
+    stacks = dict.fromkeys(range(4), profile(30, WAITS_LESS, WAITS_AT_END, forward=0.25, device_sync=0.75))
+    stacks[2] = profile(30, WAITS, forward=0.25, device_sync=0.75)
+    cause = cause_of(HEALTHY.but(synchronises=True, late={2: 0.060}), seen(stacks))
+    assert (cause.bound, cause.phase) == (DEVICE, "device")
+
+
+def test_a_late_host_waits_for_its_device_less_than_its_peers() -> None:
+    stacks = dict.fromkeys(range(4), profile(30, WAITS_LESS, WAITS_AT_END, forward=0.25, device_sync=0.75))
+    stacks[2] = profile(30, SLEEP, WAITS_LESS, forward=0.75, device_sync=0.25)
+    cause = cause_of(HEALTHY.but(synchronises=True, late={2: 0.060}), seen(stacks))
+    assert (cause.bound, lines(cause)) == (HOST, [12])
+
+
 def test_ranges_of_a_healthy_job_raise_nothing() -> None:
     ranges = {rank: RankEvidence(ranges={"forward": 0.010 * rank, "loss": 0.030}) for rank in range(4)}
     assert told(watch((HEALTHY, 60), evidence=ranges)) == ["insufficient_data", "healthy"]
