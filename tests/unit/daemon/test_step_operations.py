@@ -19,6 +19,7 @@ from rankscope.daemon.steps.step_operations import (
     StepEnds,
     TimedOperations,
     have_roles,
+    is_tensor_parallel,
 )
 from rankscope.probe import nccl_layout
 
@@ -139,3 +140,35 @@ def test_only_jobs_with_roles_send_operations(function: int, sizes: tuple[int, i
     communicators["ranks"] = sizes
     assert have_roles(records, communicators, 4) is expected
     assert not have_roles(records, communicators, 2048)
+
+
+def reductions(calls: int, begins: float, size: int = 1 << 21, steps: int = 4) -> Table:
+    """All-reduces of one size in steps of 10 ms, from a share of the step on."""
+    place = begins + (1 - begins) * np.arange(calls) / calls
+    records = np.zeros(steps * calls, RECORD_DTYPE)
+    records["function"], records["bytes"] = ALL_REDUCE, size
+    records["start_ns"] = ((np.arange(steps)[:, None] + place) * STEP_MS * MS).ravel()
+    return records
+
+
+@pytest.mark.parametrize(
+    ("calls", "begins", "expected"),
+    [
+        (32, 0.0, True),
+        (200, 0.0, True),
+        (4, 0.0, False),  # too few for layers
+        (200, 0.4, False),  # gradients: none in the forward pass
+    ],
+)
+def test_tensor_parallel_ranks_reduce_in_every_layer(calls: int, begins: float, expected: bool) -> None:
+    assert is_tensor_parallel(reductions(calls, begins), 4, 4, STEP_MS * MS) is expected
+
+
+def test_no_operations_are_those_of_no_tensor_parallel_rank() -> None:
+    records = reductions(32, 0.0)
+    assert not is_tensor_parallel(records[:0], 4, 4, STEP_MS * MS)
+    assert not is_tensor_parallel(records, 4, 1, STEP_MS * MS), "one step shows no gap between steps"
+    assert not is_tensor_parallel(records, 1, 4, STEP_MS * MS)
+    assert not is_tensor_parallel(records, 2048, 4, STEP_MS * MS)
+    records["bytes"] += np.arange(len(records), dtype=np.uint64)
+    assert not is_tensor_parallel(records, 4, 4, STEP_MS * MS), "buckets of gradients differ in size"

@@ -21,7 +21,14 @@ from rankscope.daemon.steps.long_steps import Mask, with_neighbours
 from rankscope.daemon.steps.nccl_bandwidth import collective_rates
 from rankscope.daemon.steps.nccl_reader import NUMBER_MASK, NcclMemory, NcclRecords, Table
 from rankscope.daemon.steps.ring_reader import Records, RingError, open_memfd
-from rankscope.daemon.steps.step_operations import HeldOperations, Role, StepEnds, TimedOperations, have_roles
+from rankscope.daemon.steps.step_operations import (
+    HeldOperations,
+    Role,
+    StepEnds,
+    TimedOperations,
+    have_roles,
+    is_tensor_parallel,
+)
 from rankscope.probe import nccl_layout, ring_layout
 
 Nanos: TypeAlias = npt.NDArray[np.int64]
@@ -86,13 +93,19 @@ def _read_times(
     records = nccl_reader.read_records(fd, before.read, memory.written)
     timed_rows = operations(records.table, memory.communicators)
     times_of_steps, progress = _times_of(timed_rows, records, memory.communicators, before, steps, is_long)
-    if role is None or not have_roles(records.table, memory.communicators, role.world_size):
+    if role is None:
         return times_of_steps, progress
-    timed = _timed(timed_rows, records.table, memory.communicators)
     is_whole = ((steps["flags"] & ring_layout.FLAG_NCCL) != 0) & (steps["steps"] == 1)
+    held = before.held
+    if not have_roles(records.table, memory.communicators, role.world_size):
+        whole, step_ns = int(is_whole.sum()), float(np.median(steps["span_ns"]))
+        if not held.is_tensor_parallel and not is_tensor_parallel(records.table, role.world_size, whole, step_ns):
+            return times_of_steps, progress
+        held = replace(held, is_tensor_parallel=True)
+    timed = _timed(timed_rows, records.table, memory.communicators)
     # A host may issue the operations of steps that its device begins much later.
     ends = StepEnds(role.step_numbers, np.maximum.accumulate(steps["host_end_ns"]), is_whole)
-    rows, held = before.held.advance(timed, ends, role)
+    rows, held = held.advance(timed, ends, role)
     return replace(times_of_steps, operations=rows), replace(progress, held=held)
 
 

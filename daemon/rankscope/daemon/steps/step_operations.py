@@ -1,5 +1,6 @@
 """The operations of whole steps, for the critical path: NCCL's records of one rank, gathered until a step has all of
-them. Only for jobs whose ranks have different roles: where all ranks meet in one group, sums show as much.
+them. Only for jobs whose ranks have different roles, or exchange activations in every layer: where all ranks meet once
+the gradients are there, sums show as much.
 
 All ranks send the same steps without asking each other: what they choose follows from the number of a step."""
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints, join_rows, take_rows
 from rankscope.analysis.step_graph.operations import KIND_OF_NCCL, MESSAGES, UNKNOWN, Operations
 from rankscope.analysis.step_graph.window_operations import MAX_ROWS, RankOperations, Seat, pack
@@ -24,6 +26,10 @@ MAX_HELD_ROWS = 4 * MAX_ROWS
 MAX_STEPS_KNOWN = 1 << 12
 # Steps are sent in blocks, as long as those in which NCCL is asked for its times.
 BLOCK_STEPS = 8
+# Layers of tensor parallel ranks make so many all-reduces of one size a step, forward and backward. Gradients are
+# reduced in the backward pass only, so that a larger share of each step has none.
+MIN_LAYER_CALLS = 16
+MAX_FREE_RATIO = 0.2
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class HeldOperations:
     read: int = 0  # number of the last record
     sent: int = 0  # the last step that is over
     behind_host_ns: int = 0
+    is_tensor_parallel: bool = False  # by the operations of an earlier window
 
     def advance(
         self, timed: TimedOperations, steps: StepEnds, role: Role
@@ -106,7 +113,9 @@ class HeldOperations:
             later[:-MAX_HELD_ROWS] = False
         read = int(records["number"].max(initial=self.read))
         behind_host_ns = timed.behind_host_ns if len(records) else self.behind_host_ns
-        held = HeldOperations(take_rows(rows, later), issued[later], steps, read, over, behind_host_ns)
+        held = HeldOperations(
+            take_rows(rows, later), issued[later], steps, read, over, behind_host_ns, self.is_tensor_parallel
+        )
         if not chosen.any():
             return None, held
         order = np.argsort(issued[chosen], kind="stable")
@@ -136,8 +145,7 @@ class HeldOperations:
 def _operations(timed: TimedOperations, wanted: Bools, rank: int) -> Operations:
     records = timed.records[wanted]
     start, issued = records["start_ns"].astype(np.int64), records["issued_ns"].astype(np.int64)
-    function = records["function"].astype(np.int64)
-    kind = KIND_OF_NCCL[np.where(function < len(KIND_OF_NCCL), function, 0)]
+    kind = _kinds(records)
     is_message = np.isin(kind, MESSAGES)
     return Operations(
         rank=np.full(len(records), rank, dtype=np.int64),
@@ -158,8 +166,26 @@ def have_roles(records: Table, communicators: Table, world_size: int) -> bool:
     """True if ranks send messages, or meet in groups that are smaller than the job."""
     if world_size > MAX_RANKS:
         return False
-    is_message = np.isin(KIND_OF_NCCL[np.minimum(records["function"], len(KIND_OF_NCCL) - 1)], MESSAGES)
+    is_message = np.isin(_kinds(records), MESSAGES)
     return bool(is_message.any() or ((communicators["ranks"] > 1) & (communicators["ranks"] < world_size)).any())
+
+
+def is_tensor_parallel(records: Table, world_size: int, steps: int, step_ns: float) -> bool:
+    """True if the ranks reduce activations in every layer, by the operations of so many steps."""
+    sums = records[_kinds(records) == CollectiveKind.ALL_REDUCE]
+    if not 1 < world_size <= MAX_RANKS or steps < 2 or len(sums) < MIN_LAYER_CALLS * steps:
+        return False
+    _, size, calls = np.unique(sums["bytes"], return_inverse=True, return_counts=True)
+    if calls.max() < MIN_LAYER_CALLS * steps:
+        return False
+    starts = np.sort(sums["start_ns"][size == np.argmax(calls)].astype(np.int64))
+    longest = np.sort(np.diff(starts))[-steps:]  # about one in each step
+    return bool(np.median(longest) < MAX_FREE_RATIO * step_ns)
+
+
+def _kinds(records: Table) -> Ints:
+    function = records["function"].astype(np.int64)
+    return np.asarray(KIND_OF_NCCL[np.where(function < len(KIND_OF_NCCL), function, 0)])
 
 
 def _packed(rows: Operations, timed: TimedOperations, unix_less_gpu_ns: int) -> RankOperations | None:
