@@ -274,7 +274,11 @@ class JobDetector:
         since = tuple(self._since_path)
         self._since_path.clear()
         ready = ready._replace(window=replace(ready.window, evidence=lambda: merge_evidence(since)))
-        return self._recent.decide(observe_path(ready, finding, self._long_steps, self._policy), self.verdict)
+        # Steps of half a second come in few windows, which are long. One of them alone raises no alarm.
+        windows = round(float(finding.window.step_ns.sum()) / 1e9 / self._raw[-1].window_seconds)
+        windows = min(max(windows, 1), self._policy.windows_for_alarm - 1)
+        observation = observe_path(ready, finding, self._long_steps, self._policy)
+        return self._recent.decide(observation, self.verdict, windows)
 
     def _is_partial(self, ready: ReadyWindow) -> bool:
         """Ranks are not compared in a window in which the job starts or ends: its few steps are unlike the others."""

@@ -69,9 +69,10 @@ class RecentWindows:
         self._other_causes = 0  # in a row
         self._unremarkable = 0  # windows since the last finding of any kind
 
-    def decide(self, observation: Observation, standing: Verdict) -> Verdict:
-        """The verdict with one more window; `standing` is the one before it, for hysteresis."""
-        self._recent.append(observation)
+    def decide(self, observation: Observation, standing: Verdict, windows: int = 1) -> Verdict:
+        """The verdict with one more observation; `standing` is the one before it, for hysteresis. `windows`: of how
+        many windows the observation is."""
+        self._recent.extend([observation] * windows)
         self._before = standing
         if self._excesses and len(self._excesses[-1]) != len(observation.excess_seconds):
             self._excesses.clear()
@@ -194,11 +195,10 @@ class RecentWindows:
         stalls = self._recent[-1].stalls.of_ranks
         if stalls is not None and not set(stalls.ranks) & set(culprits):
             stalls = None
-        flagged = [
-            one
-            for one in self._recent
-            if (one.outliers | (one.late.keys() if stalls else set())).intersection(culprits)
-        ]
+        slow = [one for one in self._recent if one.outliers.intersection(culprits)]
+        # Windows without a stall show nothing of its cause.
+        stalled = [one for one in self._recent if stalls is not None and one.late.keys() & set(culprits)]
+        flagged = stalled or slow
         if not flagged:
             return replace(self._before, severity=severity)
         last, screened = flagged[-1].window, flagged[-1].screen
@@ -209,7 +209,6 @@ class RecentWindows:
         shown = [*self._recent] if stalls is not None else flagged
         cause = self._cause([one.window for one in shown if one.window], columns, screened, culprits)
         # Not the mean: the fault began within one of the windows.
-        slow = [one for one in self._recent if one.outliers.intersection(culprits)]
         impacts = [one.impact_ratio - (one.long_steps_impact_ratio if stalls is not None else 0.0) for one in slow]
         is_usual = stalls is None or len(impacts) >= self._policy.windows_for_alarm
         impact = self._against_the_past(float(np.median(impacts)), columns) if is_usual and impacts else 0.0
