@@ -270,8 +270,11 @@ class RecentWindows:
             return cause
         # Noise may hide the phase for a window, and stacks are recorded only now and then: while the culprits are the
         # same, a cause that was named stays until there is a better one.
-        is_vague = cause.phase == "unknown" and cause.bound in ("", before.cause.bound)
-        if is_vague or (before.cause.phase != "unknown" and 0 < self._other_causes < CAUSE_CHANGES_AFTER):
+        was_named = before.cause.phase != "unknown"
+        # Few recordings of stacks hold a stall.
+        is_rare = was_named and bool(before.cause.stalls)
+        is_vague = cause.phase == "unknown" and (is_rare or cause.bound in ("", before.cause.bound))
+        if is_vague or (was_named and 0 < self._other_causes < CAUSE_CHANGES_AFTER):
             return before.cause
         if not cause.frames and not is_other:
             return replace(cause, frames=before.cause.frames)
