@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mode
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,15 @@ class PathWindow:
         return returns
 
 
+class JudgedSteps(NamedTuple):
+    """What a window was found in; as large as its operations."""
+
+    window: PathWindow
+    graph: StepGraph
+    path: Ints  # rows of the graph in the steps of the window
+    peers: Peers
+
+
 class PathFinder:
     """Finds the path in one window of a job after the other, and learns from them what a window alone does not show."""
 
@@ -67,6 +77,7 @@ class PathFinder:
         self._stages: dict[int, deque[int]] = {}
         self._past = PastWork()
         self.lonely = 0  # operations that one rank alone recorded
+        self.judged: JudgedSteps | None = None  # of the last window; None saves its memory
 
     @property
     def stages(self) -> dict[int, int]:
@@ -87,7 +98,9 @@ class PathFinder:
         parts = Parts.of(graph, by_rank)
         peers = self._past.fill(graph, parts, Peers.of(graph, by_rank, parts))
         position = np.searchsorted(ranks, graph.operations.rank)
-        window = _window(_Sums(graph, steps.inside[steps.of_row], position, len(ranks)), steps, peers, ranks, stages)
+        sums = _Sums(graph, steps.inside[steps.of_row], position, len(ranks))
+        window = _window(sums, steps, peers, ranks, stages)
+        self.judged = JudgedSteps(window, graph, sums.path, peers)
         self._past.learn(graph, parts, (window.returns < UNREMARKABLE_RETURNS)[position])
         return window
 
@@ -163,9 +176,9 @@ class _Sums:
         self._rows = np.flatnonzero(inside)
         self._position = position
         path = graph.path()
-        path = path[inside[path]]
-        self._late = graph.last[path]
-        self.transfer_ns = float(graph.transfer_ns[path].sum())
+        self.path = path[inside[path]]
+        self._late = graph.last[self.path]
+        self.transfer_ns = float(graph.transfer_ns[self.path].sum())
         self.own_ns = self.on_path(graph.own_ns)
         self.path_ns = max(self.transfer_ns + float(self.own_ns.sum()), 1.0)
 

@@ -12,7 +12,14 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, take_rows
 from rankscope.analysis.step_graph.operations import Operations
-from rankscope.analysis.step_graph.path_windows import MIN_WINDOW_STEPS, PathFinder, PathWindow, whole_steps
+from rankscope.analysis.step_graph.path_windows import (
+    MIN_WINDOW_STEPS,
+    JudgedSteps,
+    PathFinder,
+    PathWindow,
+    whole_steps,
+)
+from rankscope.analysis.step_graph.step_picture import StepPicture, draw_step
 from rankscope.analysis.step_graph.window_operations import RankOperations, join
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, ranks
@@ -32,6 +39,8 @@ MAX_REST_SECONDS = 60.0
 # Sums are used after this many windows without a judgement, or this many times the longest gap until now.
 PATIENCE = 15
 PATIENT_GAPS = 3
+# A picture of the culprit gives way to a newer one that shows at least this share of its loss.
+MIN_SHOWN_LOSS = 0.5
 
 
 class PathFinding(NamedTuple):
@@ -133,6 +142,7 @@ class LivePath:
         self._compared: deque[float] = deque(maxlen=policy.windows_kept)
         self._parts: dict[int, list[RankOperations]] = {}
         self._finder = PathFinder()
+        self._picture: StepPicture | None = None
         self._judged = -1  # the last step that was in a window
         self._is_fed = False
         self._missed = 0  # windows without a judgement
@@ -164,8 +174,17 @@ class LivePath:
         stage = np.array([stages[rank] for rank in ranks], dtype=np.int64)
         return replace(window, columns=replace(columns, stage=stage))
 
-    def take(self, window: JobWindow) -> PathFinding | Verdict | None:
-        """Judge the steps since the last call; None until all ranks have sent enough of them."""
+    def picture(self, culprits: Sequence[int]) -> StepPicture | None:
+        """A step of the last window, or of an earlier one that shows more of the culprits; None where the job is not
+        judged by the path. Nobody but a culprit is in focus."""
+        picture = self._picture if self.is_known else None
+        if picture is None or picture.focus is None or picture.focus.rank in culprits:
+            return picture
+        return replace(picture, focus=None, lost_ns=0)
+
+    def take(self, window: JobWindow, culprits: Sequence[int] = ()) -> PathFinding | Verdict | None:
+        """Judge the steps since the last call; None until all ranks have sent enough of them. `culprits` are those of
+        the standing verdict."""
         judged = self._window(window)
         if judged is None:
             self._missed += 1
@@ -176,7 +195,17 @@ class LivePath:
         compared = median(self._compared)
         if compared < FIXED.path_compared_share:
             return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
-        return self._history.add(judged)
+        finding = self._history.add(judged)
+        if self._finder.judged is not None:
+            self._draw(self._finder.judged, culprits or judged.ranks[finding.slow].tolist())
+        return finding
+
+    def _draw(self, judged: JudgedSteps, culprits: Sequence[int]) -> None:
+        self._finder.judged = None
+        picture, before = draw_step(judged, culprits), self._picture
+        stands = before is not None and before.focus is not None and before.focus.rank in culprits
+        if before is None or not stands or picture.lost_ns >= MIN_SHOWN_LOSS * before.lost_ns:
+            self._picture = picture
 
     def _window(self, window: JobWindow) -> PathWindow | None:
         ranks = window.columns.rank.tolist()

@@ -13,6 +13,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from rankscope.analysis.step_graph.step_picture import StepPicture
 from rankscope.analysis.verdicts.asynchronous import Cadence, StepCounts, ends_steps_together, split
 from rankscope.analysis.verdicts.critical_path import LivePath
 from rankscope.analysis.verdicts.findings import Observation, ReadyWindow, observe, observe_path, observe_workers
@@ -114,6 +115,11 @@ class JobDetector:
     @property
     def policy(self) -> Policy:
         return self._policy
+
+    @property
+    def picture(self) -> StepPicture | None:
+        """A step that explains the verdict; None where the job is not judged by the critical path."""
+        return self._path.picture(self.verdict.culprits)
 
     def adopt(self, policy: Policy) -> None:
         """Judge by other thresholds from now on. The job's past stays known; an alarm of the old thresholds is not held
@@ -267,7 +273,7 @@ class JobDetector:
 
     def _judge_path(self, ready: ReadyWindow) -> Verdict | None:
         self._since_path.append(ready.window)
-        finding = self._path.take(ready.window)
+        finding = self._path.take(ready.window, self.verdict.culprits)
         if finding is None or isinstance(finding, Verdict):
             return finding  # None while the next steps are under way: that alone changes nothing
         # Stacks are recorded now and then, in any of the windows between two of the path.
@@ -359,6 +365,10 @@ class FleetDetector:
                 group = known[id(policy)] = groups.setdefault(replace(policy, mfu_target_ratio=None), {})
             group[job] = window
         return groups
+
+    def picture(self, job: str) -> StepPicture | None:
+        judge = self._judges.get(job)
+        return None if judge is None else judge.picture
 
     def forget(self, job: str) -> None:
         """The job has ended, or its processes are new: the old ones are no evidence."""

@@ -12,6 +12,7 @@ import pytest
 from rankscope.analysis.stats.robust import take_rows
 from rankscope.analysis.step_graph.operations import Operations
 from rankscope.analysis.step_graph.recording import read_recording
+from rankscope.analysis.step_graph.step_picture import StepPicture
 from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, columns_of
@@ -168,3 +169,54 @@ def test_the_slow_rank_of_a_real_job_is_named(name: str) -> None:
     last = given[-1]
     assert (last.kind, last.severity, last.cause.bound) == (Kind.SLOW_RANK, Severity.ALARM, bound)
     assert last.impact_ratio == pytest.approx(1 - usual / slow, abs=0.1)
+
+
+def pictures(name: str) -> list[tuple[Verdict, StepPicture | None]]:
+    detector = FleetDetector()
+    operations = read_recording(RECORDINGS / f"{name}.npz").operations
+    return [(detector.evaluate({"job": one})["job"], detector.picture("job")) for one in windows(operations)]
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_picture_of_a_real_job_has_the_culprit_in_focus_while_the_verdict_stands(name: str) -> None:
+    shown = pictures(name)
+    focused = [picture.focus.rank if picture and picture.focus else None for _, picture in shown]
+    assert focused == [verdict.culprits[0] if verdict.culprits else None for verdict, _ in shown]
+    last = shown[-1][1]
+    assert last is not None
+    assert last.focus is not None
+    assert last.focus.waiting or last.focus.waiting_meanwhile
+    assert last.step > 100, "it is of the latest windows"
+    assert last.size_bytes < 100_000
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nobody_is_in_focus_in_the_picture_of_a_real_healthy_job(name: str) -> None:
+    shown = [picture for _, picture in pictures(name) if picture is not None]
+    assert shown
+    assert all(picture.focus is None for picture in shown)
+
+
+def test_a_step_that_shows_more_of_the_loss_stays_while_the_finding_stands() -> None:
+    faults = (Fault(2, 4_000_000), Fault(2, 60_000_000, every=40))
+    detector, shown = FleetDetector(), list[int]()
+    for one in windows(play(replace(LAYOUTS["pp2 dp2"], faults=faults))):
+        detector.evaluate({"job": one})
+        picture = detector.picture("job")
+        if picture is not None and picture.focus is not None:
+            shown.append(picture.step)
+    later = [step for step in shown if step >= 40]
+    assert set(later) == {40, 80, 120}
+    assert len(later) > 3, "of windows between them, too"
+
+
+def test_a_job_that_is_forgotten_or_not_judged_by_the_path_has_no_picture() -> None:
+    detector = FleetDetector()
+    assert detector.picture("job") is None
+    given = list(windows(play(LAYOUTS["pp2 dp2"])))
+    for one in given:
+        detector.evaluate({"job": one, "sums": replace(one, operations=lambda is_sample: ())})
+    assert detector.picture("job") is not None
+    assert detector.picture("sums") is None
+    detector.forget("job")
+    assert detector.picture("job") is None
