@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from rankscope.analysis.step_graph.step_picture import StepPicture
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.analysis.verdicts.window_columns import pack, unpack
 from rankscope.operator.console.history import MAX_BYTES, History, RunView
@@ -74,6 +75,7 @@ class Played:
         window: RankWindow | None = None,
         pace: tuple[float, float, float] = (0.1, 0.4, 0.1),
         seconds: float = TICK_SECONDS,
+        picture: StepPicture | None = None,
     ) -> None:
         """One evaluation of one run, so long after the last one of any run, beside those that are still there. A
         function of figures that comes again is not called again."""
@@ -95,7 +97,7 @@ class Played:
             self._since[run] = (finding, self.now)
         size, since = len(present), self._since[run][1]
         state = JobState(run, size, verdict, since, self.now, size, *pace, HeldWindows(held.copy()), restarts=restarts)
-        self.evaluate(state)
+        self.evaluate(replace(state, picture=picture))
 
     def evaluate(self, *states: JobState) -> None:
         self._states |= {state.job: state for state in states}

@@ -211,6 +211,39 @@ export interface Mark {
   readonly severity: string;
 }
 
+/** Operations, as columns. `row` is an index into the ranks of the picture, `operation` into its operations. Before `start_us` the rank has worked for `own_us`; until `arrived_us` it waits for the rank `awaited`, -1 for nobody. */
+export interface PictureBars {
+  readonly row: readonly number[];
+  readonly operation: readonly number[];
+  readonly own_us: readonly number[];
+  readonly start_us: readonly number[];
+  readonly arrived_us: readonly number[];
+  readonly stop_us: readonly number[];
+  readonly bytes: readonly number[];
+  readonly awaited: readonly number[];
+}
+
+/** The late operation: a rank works from `start_us` to `stop_us`, where the operation starts that ends at `end_us`. `late_…` is all work on the path that exceeds that of the peers. */
+export interface PictureFocus {
+  readonly rank: number;
+  readonly operation: string;
+  readonly start_us: number;
+  readonly stop_us: number;
+  readonly end_us: number;
+  readonly excess_us: number;
+  readonly waiting: readonly number[];
+  readonly late_start_us: readonly number[];
+  readonly late_stop_us: readonly number[];
+}
+
+/** The critical path, as columns in the order of time: own work of a rank, or the transfer of an operation. `row` is -1 for a rank that is not drawn. */
+export interface PicturePath {
+  readonly row: readonly number[];
+  readonly start_us: readonly number[];
+  readonly stop_us: readonly number[];
+  readonly is_own: readonly boolean[];
+}
+
 /** Ranks with the same stack. */
 export interface Place {
   readonly ranks: string;
@@ -378,6 +411,27 @@ export interface StartCapture {
   readonly ranks: string;
   readonly options: CaptureOptions;
   readonly reason: string;
+}
+
+/** `picture` is null where the run is not judged by its critical path. */
+export interface StepAnswer {
+  readonly run: string;
+  readonly picture: StepPictureAnswer | null;
+}
+
+/** Times are from the beginning of the step. */
+export interface StepPictureAnswer {
+  readonly step: number;
+  readonly step_us: number;
+  readonly sentence: string;
+  readonly detail: string;
+  readonly ranks: readonly number[];
+  readonly stages: readonly number[];
+  readonly operations: readonly string[];
+  readonly bars: PictureBars;
+  readonly path: PicturePath;
+  readonly focus: PictureFocus | null;
+  readonly note: string;
 }
 
 export interface StepTimes {

@@ -16,9 +16,9 @@ from rankscope.analysis.step_graph.group_kinds import GroupKind, infer_group_kin
 from rankscope.analysis.step_graph.operations import UNKNOWN, Operations
 from rankscope.analysis.step_graph.path_windows import JudgedSteps, PathWindow
 
-MAX_RANKS = 24
+MAX_RANKS = 16
 # Of a large job, as many of each kind are drawn before more of one: those that wait, those that meet, peers, others.
-RANKS_OF_A_KIND = 5
+RANKS_OF_A_KIND = 4
 # The longest operations are drawn, and those on the path. The JSON of a bar takes about 40 bytes.
 MAX_BARS = 3000
 MAX_PATH = 1000
@@ -39,6 +39,7 @@ class Bars:
 
     row: Ints  # index into the ranks of the picture
     operation: Ints  # index into the operations of the picture
+    own_ns: Ints  # own work of the rank until the operation starts
     start_ns: Ints
     arrived_ns: Ints  # when the last of the ranks that meet had arrived: the rank waits until then
     stop_ns: Ints
@@ -135,7 +136,7 @@ class _Span:
     graph: StepGraph
     start_ns: int
     stop_ns: int
-    rows: Ints  # operations that overlap with it
+    rows: Ints  # operations that overlap with it, with the work before them
     on_path: Ints  # those of them that are on the path
     late: Ints  # the operations before which own work is on the path
     path: PathParts  # `row` is the rank
@@ -147,7 +148,7 @@ class _Span:
         stretch = meetings.stretch[np.argmax(meetings.step == step)]
         stop = int(operations.stop_ns[(meetings.step <= step) & (meetings.stretch == stretch)].max())
         start = stop - max(int(judged.window.step_ns[place]), 1)
-        rows = np.flatnonzero((operations.stop_ns > start) & (operations.start_ns < stop))
+        rows = np.flatnonzero((operations.stop_ns > start) & (operations.start_ns - graph.own_ns < stop))
         on_path = judged.path[operations.stop_ns[judged.path] > start]
         late = graph.last[on_path]
         worked = late[graph.before[late] >= 0]
@@ -218,12 +219,14 @@ def _drawn_ranks(window: PathWindow, span: _Span, focus: Focus | None) -> Ints:
     position = np.searchsorted(ranks, span.path.row)
     on_path = np.bincount(position, weights=lengths, minlength=len(ranks))
     kind = np.where(on_path > 0, 4, 5)
+    is_peer = np.zeros(len(ranks), dtype=bool)
     if focus is not None:
-        kind[stages == stages[ranks == focus.rank]] = 3
+        is_peer = stages == stages[ranks == focus.rank]
+        kind[is_peer] = 3
         kind[np.isin(ranks, _met(span, focus.rank))] = 2
         kind[np.isin(ranks, focus.waiting)] = 1
         kind[ranks == focus.rank] = 0
-    order = np.lexsort((ranks, -on_path, kind))
+    order = np.lexsort((ranks, -on_path, is_peer, kind))
     order = order[np.isin(ranks[order], span.graph.operations.rank)]
     turn = occurrence(kind[order]) // RANKS_OF_A_KIND
     chosen = order[np.argsort(turn, kind="stable")[:MAX_RANKS]]
@@ -262,6 +265,7 @@ def _bars(span: _Span, rows: Ints, number: Ints, drawn: Ints) -> Bars:
     return Bars(
         row=_place_of(operations.rank[rows], drawn),
         operation=number,
+        own_ns=graph.own_ns[rows],
         start_ns=operations.start_ns[rows] - span.start_ns,
         arrived_ns=np.clip(operations.start_ns[last], operations.start_ns[rows], operations.stop_ns[rows])
         - span.start_ns,

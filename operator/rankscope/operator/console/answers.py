@@ -193,6 +193,68 @@ class HeatmapHeader(msgspec.Struct):
     note: str  # why older history is missing
 
 
+class PictureBars(msgspec.Struct):
+    """Operations, as columns. `row` is an index into the ranks of the picture, `operation` into its operations. Before
+    `start_us` the rank has worked for `own_us`; until `arrived_us` it waits for the rank `awaited`, -1 for nobody."""
+
+    row: list[int]
+    operation: list[int]
+    own_us: list[int]
+    start_us: list[int]
+    arrived_us: list[int]
+    stop_us: list[int]
+    bytes: list[int]
+    awaited: list[int]
+
+
+class PicturePath(msgspec.Struct):
+    """The critical path, as columns in the order of time: own work of a rank, or the transfer of an operation. `row` is
+    -1 for a rank that is not drawn."""
+
+    row: list[int]
+    start_us: list[int]
+    stop_us: list[int]
+    is_own: list[bool]
+
+
+class PictureFocus(msgspec.Struct):
+    """The late operation: a rank works from `start_us` to `stop_us`, where the operation starts that ends at `end_us`.
+    `late_…` is all work on the path that exceeds that of the peers."""
+
+    rank: int
+    operation: str
+    start_us: int
+    stop_us: int
+    end_us: int
+    excess_us: int
+    waiting: list[int]
+    late_start_us: list[int]
+    late_stop_us: list[int]
+
+
+class StepPictureAnswer(msgspec.Struct):
+    """Times are from the beginning of the step."""
+
+    step: int
+    step_us: int
+    sentence: str
+    detail: str
+    ranks: list[int]  # by stage, then by number
+    stages: list[int]
+    operations: list[str]
+    bars: PictureBars
+    path: PicturePath
+    focus: PictureFocus | None  # none where nobody is late
+    note: str  # what is left out
+
+
+class StepAnswer(msgspec.Struct):
+    """`picture` is null where the run is not judged by its critical path."""
+
+    run: str
+    picture: StepPictureAnswer | None
+
+
 class SignalsAnswer(msgspec.Struct):
     signals: list[Signal]
 

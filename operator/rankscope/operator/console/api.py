@@ -33,6 +33,7 @@ from rankscope.operator.console.answers import (
     RunsAnswer,
     RunSummary,
     SignalsAnswer,
+    StepAnswer,
 )
 from rankscope.operator.console.captures import CAPTURE_ENDPOINTS
 from rankscope.operator.console.endpoints import (
@@ -58,6 +59,7 @@ from rankscope.operator.console.profiles import PROFILE_ENDPOINTS
 from rankscope.operator.console.reports import REPORT_ENDPOINTS
 from rankscope.operator.console.run_views import heatmap, rank_history, run_detail, run_summary
 from rankscope.operator.console.signals import RUN_SIGNALS, SIGNAL_ROWS, SIGNALS
+from rankscope.operator.console.step_view import step_answer
 
 STATIC = Path(__file__).parent / "static"
 # Requests that are computed at the same time, and those that wait for another process; others wait for these.
@@ -212,6 +214,12 @@ class ConsoleApi:
         )
         return Response(body, media_type=BINARY)
 
+    def step(self, request: Request, query: RunQuery) -> Response:
+        view = self.history.run(query.run)
+        if view is None:
+            return self._no_history(query.run)
+        return json_response(step_answer(view))
+
     def _answer(self, view: RunView, query: RunQuery, since: float, make: Callable[[], bytes]) -> bytes:
         """Kept for other viewers, unless it changes with what Prometheus has answered meanwhile."""
         return make() if self.older.reaches(view, since) else self._kept.get(view, query, make)
@@ -243,6 +251,13 @@ ENDPOINTS = (
         HeatmapHeader,
         ConsoleApi.heatmap,
         BINARY,
+    ),
+    Endpoint(
+        "/step",
+        "One step of all ranks that explains the verdict: operations, waiting, the critical path, the late operation.",
+        RunQuery,
+        StepAnswer,
+        ConsoleApi.step,
     ),
     Endpoint("/signals", "Signals with unit and definition.", NoQuery, SignalsAnswer, ConsoleApi.signals),
     Endpoint(

@@ -94,7 +94,8 @@ class _Run:
 
     @property
     def bytes(self) -> int:
-        return self.tick_bytes + RANK_BYTES * len(self.members) + MARK_BYTES * len(self.marks)
+        picture = self.state.picture.size_bytes if self.state.picture else 0
+        return self.tick_bytes + RANK_BYTES * len(self.members) + MARK_BYTES * len(self.marks) + picture
 
     def take(self, state: JobState, lost: float) -> bool:
         """False if it is the state that was taken before."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rankscope.analysis.stats.robust import median_or_nan
+from rankscope.analysis.step_graph.step_picture import StepPicture
 from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import FINDINGS, Kind, Severity, Verdict
@@ -43,6 +44,7 @@ class JobState:
     windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is parsed on access
     window_end_unix_seconds: float = 0.0  # of the evaluated windows; `windows` may be newer
     restarts: int = 0  # that were seen: all processes were replaced
+    picture: StepPicture | None = None  # a step that explains the verdict, where the critical path is judged
 
     @property
     def identities(self) -> Mapping[int, identity_pb2.RankIdentity]:
@@ -163,6 +165,7 @@ class Correlator:
             windows=latest.with_compared(_compared(columns)),
             window_end_unix_seconds=window.end_unix_seconds,
             restarts=self._restarts[job],
+            picture=self._fleet.picture(job),
         )
         if before is not None and state.step_seconds is None:
             # A tick without a finished step has no pace; the last known one is kept.

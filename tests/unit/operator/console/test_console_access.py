@@ -34,7 +34,7 @@ from tools.played_runs import Played
 PATIENCE_SECONDS = 120.0
 LOOPBACK = ConsoleSettings("127.0.0.1", 0)
 MINE, THEIRS, UNKNOWN = "lab/llama", "other/secret-run", "other/no-such-run"
-QUERIES = {"/run": "", "/rank": "&rank=0", "/heatmap": ""}
+QUERIES = {"/run": "", "/rank": "&rank=0", "/heatmap": "", "/step": ""}
 PATHS = [PREFIX + each.path for each in ENDPOINTS]
 
 

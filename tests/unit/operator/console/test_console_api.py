@@ -112,7 +112,7 @@ def heatmap(address: str, query: str) -> tuple[Any, np.ndarray]:
 
 def test_every_answer_is_what_the_document_says(address: str) -> None:
     assert ask(address, "/api/v1/openapi.json").json == DOCUMENT
-    queries = {"/run": f"?run={RUN}", "/rank": f"?run={RUN}&rank=3"}
+    queries = {"/run": f"?run={RUN}", "/rank": f"?run={RUN}&rank=3", "/step": f"?run={RUN}"}
     for endpoint in (each for each in ENDPOINTS if each.media == api.JSON and not each.is_remote):
         check(ask(address, api.PREFIX + endpoint.path + queries.get(endpoint.path, "")).json, endpoint.answer.__name__)
     parameters = DOCUMENT["paths"]["/api/v1/heatmap"]["get"]["parameters"]

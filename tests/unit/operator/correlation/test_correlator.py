@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from rankscope.analysis.stats.robust import take_rows
 from rankscope.analysis.verdicts.detector import JobDetector
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity
 from rankscope.analysis.verdicts.windows import JobWindow
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
 from rankscope.operator.correlation.job_service import job_status, verdict_of
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
+from rankscope.v1.window_pb2 import GroupSeat, StepOperations
 from tests.daemon_messages import hold
+from tests.support.step_programs import Fault, Layout, packed, play
 
 SECOND = 1_000_000_000
 
@@ -158,3 +161,33 @@ def test_a_job_that_cannot_be_judged_blocks_no_other_verdict(monkeypatch: pytest
     assert {state.job for state in fleet.correlator.states} == {"j"}
     assert (state.verdict.kind, state.verdict.culprits) == (Kind.SLOW_RANK, (1,))
     assert asked.count(5) == 2  # with the others, and by itself; then it was left out
+
+
+def test_the_state_has_a_picture_of_a_step_that_explains_the_verdict() -> None:
+    operations = play(Layout(pipeline=2, data=2, steps=100, faults=(Fault(2, 20_000_000),)))
+    messages = []
+    for number in range(10):
+        message = tick(number, slow_rank=2)
+        for window in message.windows:
+            mine = (operations.rank == window.identity.rank) & ((operations.step - 1) // 10 == number)
+            sent = packed(take_rows(operations, mine), window.identity.rank)
+            seats = [GroupSeat(**seat._asdict()) for seat in sent.seats]
+            window.operations.CopyFrom(
+                StepOperations(
+                    first_step=sent.first_step,
+                    start_nanos=sent.start_ns,
+                    tick_nanos=sent.tick_ns,
+                    unix_less_gpu_nanos=sent.unix_less_gpu_ns,
+                    seats=seats,
+                    rows=sent.rows,
+                )
+            )
+        messages.append(message)
+    fleet = Fleet()
+    first = fleet.play(messages[0]).picture
+    assert first is not None and first.focus is None, "no verdict stands yet"
+    state = fleet.play(*messages[1:])
+    assert state.verdict.culprits == (2,)
+    assert state.picture is not None and state.picture.focus is not None
+    assert state.picture.focus.rank == 2
+    assert state.picture.step > 50
