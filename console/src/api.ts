@@ -17,6 +17,8 @@ import type {
   Signal,
   SignalsAnswer,
   StartCapture,
+  StepAnswer,
+  StepPictureAnswer,
 } from "./answers";
 import { fetchAsCaller } from "./login";
 import type { Matrix } from "./matrix";
@@ -80,6 +82,11 @@ export async function heatmap(run: string, name: string, since: number, columns:
   const length = new DataView(bytes).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length))) as HeatmapHeader;
   return { ranks: header.ranks, times: header.ends, unit: header.unit, medians: header.medians, note: header.note, values: new Float32Array(bytes, 4 + length) };
+}
+
+/** Null where the run is not judged by its critical path. */
+export async function stepPicture(run: string, signal: AbortSignal): Promise<StepPictureAnswer | null> {
+  return ((await (await ask("step", { run }, signal)).json()) as StepAnswer).picture;
 }
 
 export async function captures(run: string, signal: AbortSignal): Promise<readonly CaptureRow[]> {

@@ -1,5 +1,6 @@
 // Ranks by time on a canvas. Pixels are made once per answer; moving the pointer only copies them.
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useCanvasSize } from "./canvas";
 import { moment, quantity } from "./format";
 import { pixels, rangeOf, relative, type Matrix, type Scale } from "./matrix";
 import { css } from "./palette";
@@ -41,7 +42,7 @@ function bandsOf(ranks: readonly number[], stages: ReadonlyMap<number, number>):
 
 export function HeatMap({ matrix, stages, scale, name, marks, onOpen }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
-  const [size, setSize] = useState({ width: 0, height: 0 });
+  const size = useCanvasSize(canvas);
   const [cell, setCell] = useState<Cell | null>(null);
   const [rows, setRows] = useState<readonly [number, number] | null>(null);
   const drag = useRef<number | null>(null);
@@ -61,20 +62,6 @@ export function HeatMap({ matrix, stages, scale, name, marks, onOpen }: Props) {
     if (columns > 0) made.getContext("2d")?.putImageData(new ImageData(new Uint8ClampedArray(data.buffer as ArrayBuffer), columns, drawn), 0, 0);
     return made;
   }, [shown, columns, first, last, range, height]);
-
-  useLayoutEffect(() => {
-    const element = canvas.current;
-    if (element === null) return;
-    const measure = (): void => {
-      const factor = window.devicePixelRatio || 1;
-      const [width, height] = [Math.round(element.clientWidth * factor), Math.round(element.clientHeight * factor)];
-      setSize((before) => (before.width === width && before.height === height ? before : { width, height }));
-    };
-    measure();
-    const observer = new ResizeObserver(measure);
-    observer.observe(element);
-    return () => observer.disconnect();
-  }, []);
 
   // Together with the size of the canvas, which clears it.
   useLayoutEffect(() => {

@@ -29,6 +29,9 @@ export const css = (position: number): string => {
 export const RANK = "#e0701a";
 export const COHORT = "#3d8fd1";
 
+/** Parts of the picture of one step. */
+export const STEP = { own: "#3d8fd173", late: "#d9480f", transfer: "#587592", waiting: "#cc79a7" } as const;
+
 /** Phases of a step, and parts of a recording, after Okabe and Ito. */
 export const PHASES: Readonly<Record<string, string>> = {
   input: "#e69f00",

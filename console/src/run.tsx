@@ -1,7 +1,7 @@
 // One run: its verdict, its ranks over time, and where the time of a step goes.
 import { useMemo } from "preact/hooks";
 import type { CaptureRow, Mark, RunDetail, Signal } from "./answers";
-import { captures, heatmap, runDetail, signalsOfRanks } from "./api";
+import { captures, heatmap, runDetail, signalsOfRanks, stepPicture } from "./api";
 import { CaptureHeading } from "./capture_form";
 import { Chart } from "./chart";
 import { moment, quantity, titleOf } from "./format";
@@ -11,6 +11,7 @@ import type { Scale } from "./matrix";
 import { COHORT } from "./palette";
 import { Answer, Figures, type Loaded, Note, Notice, shownSeconds, TimeRange, useAnswer, VerdictCard } from "./parts";
 import { PhaseBars, type PhaseRow } from "./phases";
+import { StepPicture } from "./step";
 
 const COLUMNS = 450;
 const BARS_SHOWN = 64;
@@ -61,6 +62,17 @@ function Heat({ run, details, table, moments }: HeatProps) {
           </>
         )}
       </Answer>
+    </section>
+  );
+}
+
+/** Nothing where the run is not judged by its critical path. */
+function Step({ run }: { run: string }) {
+  const answer = useAnswer((signal) => stepPicture(run, signal), REFRESH_SECONDS, [run]);
+  if (answer.state !== "ready" || answer.value === null) return null;
+  return (
+    <section class="card">
+      <StepPicture key={run} run={run} picture={answer.value} onOpen={(rank) => go({ rank: String(rank) })} />
     </section>
   );
 }
@@ -135,6 +147,7 @@ export function RunPage({ run }: { run: string }) {
           </>
         )}
       </Answer>
+      <Step run={run} />
       <Heat run={run} details={details} table={table} moments={moments} />
       {details.state === "ready" && <Breakdown run={run} known={details.value} moments={moments} />}
     </>
