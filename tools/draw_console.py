@@ -19,7 +19,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from rankscope.analysis.verdicts.verdict import Cause, Kind, Severity, Verdict
+from rankscope.analysis.step_graph.path_windows import PathFinder
+from rankscope.analysis.step_graph.recording import read_recording
+from rankscope.analysis.step_graph.step_picture import draw_step
+from rankscope.analysis.verdicts.verdict import HOST, Cause, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.console.server import ConsoleServer
 from rankscope.operator.correlation.fleet_reports import FleetReports
@@ -159,6 +162,33 @@ def served_fleet() -> Iterator[str]:
             console.stop()
 
 
+STEP_RUN = "research/gpt-pp2-dp2"
+RECORDING = Path(__file__).resolve().parents[1] / "tests" / "data" / "nccl" / "pp2_dp2_late_host.npz"
+
+
+@contextmanager
+def served_step() -> Iterator[str]:
+    """The address of a console with one run: Megatron-LM on four ranks, recorded while the host of rank 2 was late."""
+    finder = PathFinder()
+    for _ in finder.find_all(read_recording(RECORDING).operations):
+        pass
+    assert finder.judged is not None
+    picture = draw_step(finder.judged, [2])
+    cause = Cause(bound=HOST, evidence="its host issues operations 250 ms late in a step")
+    impact = picture.lost_ns / picture.step_ns
+    verdict = Verdict(Kind.SLOW_RANK, "", Severity.ALARM, culprits=(2,), impact_ratio=impact, cause=cause)
+    played = Played(begin=time.time() - 60)
+    for _ in range(5):
+        pace = (picture.step_ns / 1e9, 0.11, 0.7)
+        played.tick(run=STEP_RUN, verdict=verdict, picture=picture, pace=pace)
+    console = ConsoleServer(played.history, "127.0.0.1", 0)
+    console.start()
+    try:
+        yield console.url
+    finally:
+        console.stop()
+
+
 # Pages by name: their address, and what is there when they are complete.
 PAGES = {
     "fleet": ("", "document.querySelectorAll('tbody tr').length > 1"),
@@ -172,12 +202,20 @@ PAGES = {
     "report": ("?view=report", "document.querySelectorAll('h2').length > 5"),
     "hang": (f"?view=hangs&hang={HANG_ID}", "document.querySelectorAll('details').length > 1"),
 }
+# The same of the run that `served_step` serves.
+STEP_PAGES = {"step": (f"?run={quote(STEP_RUN)}", "document.querySelector('.step canvas')?.width > 300")}
 # Those of the documentation: whether it is dark, and its height.
-PICTURES = {"fleet": (False, 540), "run": (False, 900), "rank": (True, 1160), "capture": (False, 800)}
+PICTURES = {
+    "fleet": (False, 540),
+    "run": (False, 900),
+    "step": (False, 725),
+    "rank": (True, 1160),
+    "capture": (False, 800),
+}
 
 
 def open_page(page: Page, url: str, name: str, width: int, height: int, is_dark: bool = False) -> None:
-    address, is_complete = PAGES[name]
+    address, is_complete = (PAGES | STEP_PAGES)[name]
     page.call("Emulation.setScrollbarsHidden", hidden=True)
     page.open(url + address, width, height, is_dark)
     page.wait_for(is_complete)
@@ -187,10 +225,15 @@ def open_page(page: Page, url: str, name: str, width: int, height: int, is_dark:
 
 def main(arguments: list[str]) -> int:
     folder = Path(arguments[0]) if arguments else IMAGES
-    with tempfile.TemporaryDirectory() as profile, served_fleet() as url, browser(Path(profile)) as chromium:
+    with (
+        tempfile.TemporaryDirectory() as profile,
+        served_fleet() as fleet,
+        served_step() as step,
+        browser(Path(profile)) as chromium,
+    ):
         for name, (is_dark, height) in PICTURES.items():
             page = chromium.page()
-            open_page(page, url, name, WIDTH, height, is_dark)
+            open_page(page, step if name in STEP_PAGES else fleet, name, WIDTH, height, is_dark)
             page.screenshot(folder / f"console-{name}.png")
             _shrink(chromium.page(), folder / f"console-{name}.png")
     return 0

@@ -196,6 +196,7 @@ export function StepPicture({ run, picture: newest, onOpen }: Props) {
   const [isWhole, setWhole] = useState(false);
   const [part, setPart] = useState<{ picture: StepPictureAnswer; range: Range } | null>(null);
   const [spot, setSpot] = useState<Spot | null>(null);
+  const [pointer, setPointer] = useState<{ x: number; y: number } | null>(null);
   const [dragged, setDragged] = useState<Range | null>(null);
   const picture = part?.picture ?? newest;
   const { bars, ranks, step_us: whole, focus } = picture;
@@ -255,6 +256,7 @@ export function StepPicture({ run, picture: newest, onOpen }: Props) {
     bar = Math.min(last, Math.max(first, bar));
     const [start, stop] = [at(bars.start_us, bar), at(bars.stop_us, bar)];
     setSpot({ row, bar, isOwn: false, at: start });
+    setPointer(null);
     if (stop < range[0] || start > range[1]) show(start - (range[1] - range[0]) / 2, start + (range[1] - range[0]) / 2);
     else setPart({ picture, range });
   }
@@ -290,44 +292,53 @@ export function StepPicture({ run, picture: newest, onOpen }: Props) {
           </a>
         ))}
       </div>
-      <canvas
-        ref={canvas}
-        width={size.width}
-        height={size.height}
-        style={{ height: `${ranks.length * tall}px` }}
-        tabIndex={0}
-        role="img"
-        aria-label={`Step ${picture.step} of ${ranks.length} ranks over time. ${picture.sentence} Arrow keys move, plus and minus zoom, Enter opens a rank, Escape shows the whole step.`}
-        onMouseMove={(event) => {
-          setSpot(spotAt(event));
-          if (dragged !== null) setDragged([dragged[0], event.offsetX]);
-        }}
-        onMouseLeave={() => {
-          setSpot(null);
-          setDragged(null);
-        }}
-        onMouseDown={(event) => setDragged([event.offsetX, event.offsetX])}
-        onMouseUp={(event) => {
-          const wide = canvas.current?.clientWidth ?? 1;
-          const [from, to] = [Math.min(dragged?.[0] ?? 0, event.offsetX), Math.max(dragged?.[0] ?? 0, event.offsetX)];
-          if (dragged !== null && to - from >= LEAST_DRAG) show(range[0] + (from / wide) * (range[1] - range[0]), range[0] + (to / wide) * (range[1] - range[0]));
-          setDragged(null);
-        }}
-        onDblClick={() => follow(true)}
-        onWheel={(event) => {
-          // A page that is scrolled past it does not zoom.
-          if (document.activeElement !== canvas.current && !event.ctrlKey) return;
-          event.preventDefault();
-          const [wide, across] = [range[1] - range[0], Math.abs(event.deltaX) > Math.abs(event.deltaY)];
-          if (across) show(range[0] + (event.deltaX / 500) * wide, range[1] + (event.deltaX / 500) * wide);
-          else zoom(event.deltaY < 0 ? 1 / ZOOM : ZOOM, momentAt(event));
-        }}
-        onKeyDown={(event) => {
-          if (keys[event.key] === undefined || event.ctrlKey || event.metaKey) return;
-          keys[event.key]?.();
-          event.preventDefault();
-        }}
-      />
+      <div class="drawing">
+        <canvas
+          ref={canvas}
+          width={size.width}
+          height={size.height}
+          style={{ height: `${ranks.length * tall}px` }}
+          tabIndex={0}
+          role="img"
+          aria-label={`Step ${picture.step} of ${ranks.length} ranks over time. ${picture.sentence} Arrow keys move, plus and minus zoom, Enter opens a rank, Escape shows the whole step.`}
+          onMouseMove={(event) => {
+            setSpot(spotAt(event));
+            setPointer({ x: event.offsetX, y: event.offsetY });
+            if (dragged !== null) setDragged([dragged[0], event.offsetX]);
+          }}
+          onMouseLeave={() => {
+            setSpot(null);
+            setPointer(null);
+            setDragged(null);
+          }}
+          onMouseDown={(event) => setDragged([event.offsetX, event.offsetX])}
+          onMouseUp={(event) => {
+            const wide = canvas.current?.clientWidth ?? 1;
+            const [from, to] = [Math.min(dragged?.[0] ?? 0, event.offsetX), Math.max(dragged?.[0] ?? 0, event.offsetX)];
+            if (dragged !== null && to - from >= LEAST_DRAG) show(range[0] + (from / wide) * (range[1] - range[0]), range[0] + (to / wide) * (range[1] - range[0]));
+            setDragged(null);
+          }}
+          onDblClick={() => follow(true)}
+          onWheel={(event) => {
+            // A page that is scrolled past it does not zoom.
+            if (document.activeElement !== canvas.current && !event.ctrlKey) return;
+            event.preventDefault();
+            const [wide, across] = [range[1] - range[0], Math.abs(event.deltaX) > Math.abs(event.deltaY)];
+            if (across) show(range[0] + (event.deltaX / 500) * wide, range[1] + (event.deltaX / 500) * wide);
+            else zoom(event.deltaY < 0 ? 1 / ZOOM : ZOOM, momentAt(event));
+          }}
+          onKeyDown={(event) => {
+            if (keys[event.key] === undefined || event.ctrlKey || event.metaKey) return;
+            keys[event.key]?.();
+            event.preventDefault();
+          }}
+        />
+        {pointer !== null && spot !== null && (dragged === null || dragged[0] === dragged[1]) && (
+          <div class="tip" aria-hidden="true" style={{ top: `${pointer.y + 14}px`, ...(pointer.x * 2 < (canvas.current?.clientWidth ?? 0) ? { left: `${pointer.x + 14}px` } : { right: `${(canvas.current?.clientWidth ?? 0) - pointer.x + 14}px` }) }}>
+            {reading(picture, spot)}
+          </div>
+        )}
+      </div>
       <div class="ends faint" aria-hidden="true">
         {Array.from({ length: TIMES_SHOWN }, (_, tick) => <span key={tick}>{time(range[0] + (tick / (TIMES_SHOWN - 1)) * (range[1] - range[0]))}</span>)}
       </div>
@@ -340,7 +351,7 @@ export function StepPicture({ run, picture: newest, onOpen }: Props) {
           <span><i class="line" />critical path</span>
         </div>
         <p class="reading" aria-live="polite">
-          {spot === null ? "Point at a bar to read it; drag to enlarge; click, then scroll to zoom." : reading(picture, spot)}
+          {spot === null || pointer !== null ? "Point at a bar to read it; drag to enlarge; click, then scroll to zoom; Escape shows the whole step." : reading(picture, spot)}
         </p>
         {picture.detail + picture.note !== "" && <p class="faint">{picture.detail} {picture.note}</p>}
       </figcaption>
