@@ -27,7 +27,7 @@ def find_stages(graph: StepGraph) -> dict[int, int]:
     while waiting:
         rank = waiting.popleft()
         for other in following.get(rank, ()):
-            if other not in visited:
+            if other in stages and other not in visited:  # a peer may have sent nothing
                 visited.add(other)
                 stages[other] = stages[rank] + 1
                 waiting.append(other)

@@ -227,7 +227,6 @@ def _drawn_ranks(window: PathWindow, span: _Span, focus: Focus | None) -> Ints:
         kind[np.isin(ranks, focus.waiting)] = 1
         kind[ranks == focus.rank] = 0
     order = np.lexsort((ranks, -on_path, is_peer, kind))
-    order = order[np.isin(ranks[order], span.graph.operations.rank)]
     turn = occurrence(kind[order]) // RANKS_OF_A_KIND
     chosen = order[np.argsort(turn, kind="stable")[:MAX_RANKS]]
     return np.asarray(chosen[np.lexsort((ranks[chosen], stages[chosen]))])

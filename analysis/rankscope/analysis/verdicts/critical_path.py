@@ -186,6 +186,7 @@ class LivePath:
         """Judge the steps since the last call; None until all ranks have sent enough of them. `culprits` are those of
         the standing verdict."""
         judged = self._window(window)
+        steps, self._finder.judged = self._finder.judged, None
         if judged is None:
             self._missed += 1
             return None
@@ -196,13 +197,12 @@ class LivePath:
         if compared < FIXED.path_compared_share:
             return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
         finding = self._history.add(judged)
-        if self._finder.judged is not None:
-            self._draw(self._finder.judged, culprits or judged.ranks[finding.slow].tolist())
+        if steps is not None:
+            self._draw(steps, culprits or judged.ranks[finding.slow].tolist())
         return finding
 
-    def _draw(self, judged: JudgedSteps, culprits: Sequence[int]) -> None:
-        self._finder.judged = None
-        picture, before = draw_step(judged, culprits), self._picture
+    def _draw(self, steps: JudgedSteps, culprits: Sequence[int]) -> None:
+        picture, before = draw_step(steps, culprits), self._picture
         stands = before is not None and before.focus is not None and before.focus.rank in culprits
         if before is None or not stands or picture.lost_ns >= MIN_SHOWN_LOSS * before.lost_ns:
             self._picture = picture
