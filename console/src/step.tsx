@@ -78,9 +78,8 @@ function hatching(context: CanvasRenderingContext2D, colour: string, back: strin
   return context.createPattern(tile, "repeat") ?? colour;
 }
 
-function draw(context: CanvasRenderingContext2D, picture: StepPictureAnswer, { top, bottom }: Places, { width, row, range }: Geometry, factor: number, selected: number): void {
+function draw(context: CanvasRenderingContext2D, picture: StepPictureAnswer, { top, bottom }: Places, { width, row, range }: Geometry, factor: number, style: CSSStyleDeclaration): void {
   const { bars, path, focus, ranks } = picture;
-  const style = getComputedStyle(context.canvas);
   const [text, back, pad] = [style.color, style.backgroundColor, Math.round(PADDING * factor)];
   const x = (us: number): number => ((us - range[0]) / (range[1] - range[0])) * width;
   const tall = row - 2 * pad;
@@ -90,7 +89,7 @@ function draw(context: CanvasRenderingContext2D, picture: StepPictureAnswer, { t
   context.textBaseline = "middle";
   const label = (words: readonly string[], left: number, right: number, y: number, high: number, colour: string, under?: string): void => {
     const [from, to] = [Math.max(left, 0), Math.min(right, width)];
-    const fitting = words.find((word) => context.measureText(word).width + 8 * factor < to - from);
+    const fitting = to - from < 24 * factor ? undefined : words.find((word) => context.measureText(word).width + 8 * factor < to - from);
     if (fitting === undefined) return;
     const wide = context.measureText(fitting).width;
     const begin = (from + to - wide) / 2;
@@ -132,11 +131,6 @@ function draw(context: CanvasRenderingContext2D, picture: StepPictureAnswer, { t
       label([`waits for rank ${at(bars.awaited, bar)}`], left, met, y + high / 2, Math.min(high, 16 * factor), text, back);
       const name = picture.operations[at(bars.operation, bar)] ?? "";
       label([name, name.replace(/ of \d+$/, ""), name.replace(/^\w+ (\w+).*/, "$1")], met, right, y + high / 2, high, "#ffffff");
-    }
-    if (bar === selected) {
-      context.strokeStyle = text;
-      context.lineWidth = 2 * factor;
-      context.strokeRect(left, y, Math.max(right - left, 3 * factor), high);
     }
   }
   context.strokeStyle = text;
@@ -205,10 +199,27 @@ export function StepPicture({ run, picture: newest, onOpen }: Props) {
   const tall = ranks.length <= 4 ? 44 : ranks.length <= 8 ? 34 : 26;
   const factor = window.devicePixelRatio || 1;
 
+  // Drawn once for a picture and range; moving the pointer only copies it.
+  const drawn = useMemo(() => document.createElement("canvas"), []);
+  useLayoutEffect(() => {
+    const context = drawn.getContext("2d");
+    if (!context || canvas.current === null || size.width === 0) return;
+    [drawn.width, drawn.height] = [size.width, size.height];
+    draw(context, picture, places, { width: size.width, row: size.height / ranks.length, range }, factor, getComputedStyle(canvas.current));
+  }, [picture, places, size, range[0], range[1]]);
+
   useLayoutEffect(() => {
     const context = canvas.current?.getContext("2d");
     if (!context || size.width === 0) return;
-    draw(context, picture, places, { width: size.width, row: size.height / ranks.length, range }, factor, spot?.isOwn ? -1 : (spot?.bar ?? -1));
+    context.clearRect(0, 0, size.width, size.height);
+    context.drawImage(drawn, 0, 0);
+    if (spot !== null && spot.bar >= 0) {
+      const [start, stop] = spot.isOwn ? [at(bars.start_us, spot.bar) - at(bars.own_us, spot.bar), at(bars.start_us, spot.bar)] : [at(bars.start_us, spot.bar), at(bars.stop_us, spot.bar)];
+      const [scale, row] = [size.width / (range[1] - range[0]), size.height / ranks.length];
+      context.strokeStyle = getComputedStyle(context.canvas).color;
+      context.lineWidth = 2 * factor;
+      context.strokeRect((start - range[0]) * scale, spot.row * row + PADDING * factor, Math.max((stop - start) * scale, 3 * factor), row - 2 * PADDING * factor);
+    }
     if (dragged !== null) {
       context.fillStyle = "#80808060";
       context.fillRect(Math.min(...dragged) * factor, 0, Math.abs(dragged[1] - dragged[0]) * factor, size.height);
