@@ -1,4 +1,4 @@
-"""Draws the console's pages into docs/images: real pages of a real server in Chromium, of runs that are made up here.
+"""Draws the console's pages into docs/images: pages of a real server in Chromium, of made runs and a recorded one.
 
 .venv/bin/python -m tools.draw_console [FOLDER]"""
 
