@@ -370,7 +370,7 @@ class _Chains:
         for rank in list(self._first):
             pipelines.setdefault(self._of(rank), []).append(rank)
         ends = {first: set(ranks) for first, ranks in pipelines.items() if len(ranks) == 2}
-        longer = {first: ranks for first, ranks in pipelines.items() if first not in ends}
+        longer = {first: ranks for first, ranks in pipelines.items() if len(ranks) > 2}
         if any(self._recorded.issuperset(ranks) for ranks in longer.values()):
             stages = find_stages(StepGraph.build(self._operations))
             for first, ranks in longer.items():
