@@ -1,4 +1,12 @@
 // The answers of the console's API. Made by `make console` from its OpenAPI document: do not edit.
+/** Where a step goes: the seconds of all parts are those of the step. */
+export interface BreakdownAnswer {
+  readonly step_seconds: number;
+  readonly steps: number;
+  readonly parts: readonly StepPartAnswer[];
+  readonly traffic: readonly TrafficAnswer[];
+}
+
 export interface CancelCapture {
   readonly id: string;
 }
@@ -351,6 +359,7 @@ export interface RunDetail {
   readonly restarts: number;
   readonly lost_today_gpu_seconds: number;
   readonly recent_step_seconds: readonly (number | null)[];
+  readonly breakdown: BreakdownAnswer | null;
   readonly layout: Layout;
   readonly phase_seconds: Readonly<Record<string, readonly (number | null)[]>>;
   readonly step_histogram: Histogram | null;
@@ -419,6 +428,16 @@ export interface StepAnswer {
   readonly picture: StepPictureAnswer | null;
 }
 
+export interface StepPartAnswer {
+  readonly part: string;
+  readonly text: string;
+  readonly seconds: number;
+  readonly ratio: number;
+  readonly stage: number | null;
+  readonly group_kind: string;
+  readonly details: string;
+}
+
 /** Times are from the beginning of the step. */
 export interface StepPictureAnswer {
   readonly step: number;
@@ -467,6 +486,17 @@ export interface TraceSummary {
   readonly each_communication_seconds: readonly number[];
   readonly each_exposed_communication_seconds: readonly number[];
   readonly events: number;
+}
+
+/** Transfers of a step in groups of one kind: the mean of their ranks. */
+export interface TrafficAnswer {
+  readonly group_kind: string;
+  readonly groups: number;
+  readonly min_ranks: number;
+  readonly max_ranks: number;
+  readonly bytes: number;
+  readonly transfer_seconds: number;
+  readonly bus_bytes_per_second: number | null;
 }
 
 export interface VerdictAnswer {

@@ -12,6 +12,7 @@ import { COHORT } from "./palette";
 import { Answer, Figures, type Loaded, Note, Notice, shownSeconds, TimeRange, useAnswer, VerdictCard } from "./parts";
 import { PhaseBars, type PhaseRow } from "./phases";
 import { StepPicture } from "./step";
+import { StepParts } from "./step_parts";
 
 const COLUMNS = 450;
 const BARS_SHOWN = 64;
@@ -149,6 +150,7 @@ export function RunPage({ run }: { run: string }) {
       </Answer>
       <Step run={run} />
       <Heat run={run} details={details} table={table} moments={moments} />
+      {details.state === "ready" && details.value.breakdown !== null && <StepParts of={details.value.breakdown} />}
       {details.state === "ready" && <Breakdown run={run} known={details.value} moments={moments} />}
     </>
   );

@@ -37,7 +37,7 @@ def job() -> dict[str, Any]:
         [
             Line(4, _numbers(), widths=[6, 3, 3, 3, 3, 3, 3]),
             Line(9, [_worst_over_time(), _all_over_time()]),
-            Line(7, [_causes(), _step()]),
+            Line(7, [_causes(), _path(), _step()]),
             Line(7, [_mfu(), _exposed(), _bandwidth()]),
             Line(7, [_hosts(), _groups()]),
             Line(9, [_ranks()]),
@@ -128,6 +128,23 @@ def _causes() -> Panel:
         "Seconds per step, mean of the ranks: self time by part, and waiting for others. Together they are the step."
         " Needs the probe.",
         [Query(queries.seconds_per_step(THE_JOB), "{{cause}}")],
+        "s",
+        stacked=True,
+    )
+
+
+def _path() -> Panel:
+    return timeseries(
+        "The critical path of a step",
+        "Seconds per step: own work by pipeline stage, the excess of a slow rank over its peers, the bubble of the "
+        "pipeline, and communication by kind of group. Together they are the step. Of jobs whose ranks have different "
+        "roles, from NCCL's own times.",
+        [
+            Query(
+                f"max by (part, stage, kind) (rankscope_job_step_part_seconds{{{THE_JOB}}})",
+                "{{part}} {{stage}}{{kind}}",
+            )
+        ],
         "s",
         stacked=True,
     )

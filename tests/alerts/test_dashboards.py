@@ -32,13 +32,14 @@ EMPTY = {
     **{("rankscope-job", "Ranks by what holds them up", query): NO_DEVICE for query in "AB"},
     ("rankscope-job", "Waiting in collectives, by process group", "A"): NO_DEVICE,
     ("rankscope-job", "Bus bandwidth, by process group", "A"): NO_DEVICE,
+    ("rankscope-job", "The critical path of a step", "A"): "the ranks of the job have the same role",
     ("rankscope-daemon", "Ranks nobody could measure", "A"): "a process that lives can be measured",
 }
 MAY_BE_EMPTY = {"run_namespace", "run_pod", "pipeline", "tensor", "data"}
 # What daemons alone do not tell (docs/dashboards.md). The other panels must do without the correlation.
 NEED_CORRELATION = {
     *("Jobs with a finding", "GPU-hours lost", "GPUs lost, by job", "Jobs by verdict", "Ranks that verdicts name"),
-    *("Verdict", "Impact", "Ranks missing"),
+    *("Verdict", "Impact", "Ranks missing", "The critical path of a step"),
 }
 TIMES = {"__rate_interval": "20s", "__range": "2m", "__interval": "2s"}
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from struct import unpack
 from urllib.parse import quote
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 
 from rankscope.analysis.collectives.hang_report import HangReport
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.console.api import EVENT_CLIENTS
 from rankscope.operator.console.endpoints import Channels
 from rankscope.operator.correlation.correlator import Correlator, LostSeconds
@@ -37,6 +39,7 @@ from tests.console.serving import (
     served_to,
 )
 from tests.free_ports import free_port
+from tests.support.breakdowns import a_breakdown
 from tests.support.prometheus_stub import of_a_run, server
 from tests.support.waiting import wait_until
 from tools.chromium import Page
@@ -220,6 +223,30 @@ def test_events_are_marked_and_named_on_the_time_axis(page: Page) -> None:
             if page.value(named):
                 break
         page.wait_for(named)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_run_page_shows_where_a_step_goes(width: int, page: Page, tmp_path: Path) -> None:
+    played = Played(begin=time.time() - 60)
+    for _ in range(5):
+        played.tick()
+    table = "[...document.querySelectorAll('h2')].find((one) => one.innerText === 'Where a step goes')?.parentElement"
+    with served_to(page, played) as console:
+        page.open(f"{console.url}?run={quote(RUN, safe='')}", width, 900)
+        page.wait_for(f"{TEXT}.includes('Time of a step, by rank')")
+        assert page.value(f"{table} === undefined"), "a run that is judged by sums has no such table"
+        slow = Verdict(Kind.SLOW_RANK, "", Severity.ALARM, culprits=(1,))
+        played.now += 2
+        state = replace(played.view().state, verdict=slow, evaluated_unix_seconds=played.now)
+        played.evaluate(replace(state, breakdown=a_breakdown(0.3)))
+        text = page.wait_for(f"{table}?.innerText")
+        for part in ("own work of stage 1", "excess of rank 1", "pipeline bubble", "tensor communication"):
+            assert part in text
+        assert "4 groups of 2 ranks, 64 MiB at 80 GB/s" in text and "400 ms" in text
+        page.value(f"{table}.scrollIntoView()")
+        page.screenshot(Path(os.environ.get("RANKSCOPE_SCREENSHOTS", tmp_path)) / f"step-parts-{width}.png")
+        assert page.value("document.documentElement.scrollWidth <= innerWidth")
+        assert serious_findings(page) == []
 
 
 NUMBERS = "main th.number, main dt, main .phases > * > :last-child, main .verdict .faint span, main .chart"

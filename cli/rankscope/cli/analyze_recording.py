@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from rich.text import Text
 
 from rankscope.analysis.step_graph.path_windows import PathFinder, PathWindow
 from rankscope.analysis.step_graph.recording import Recording, RecordingError, read_recording
-from rankscope.analysis.verdicts.critical_path import judge_path
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown
+from rankscope.analysis.verdicts.critical_path import judge_path, where_steps_go
 from rankscope.analysis.verdicts.verdict import Verdict, headline
+from rankscope.cli.job_tables import breakdown_table
 from rankscope.cli.messages import Exit, cannot_read, refuse, to_stdout
 from rankscope.cli.options import add_options
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import printable
+from rankscope.operator.console.answers import breakdown_answer
 
 _EPILOG = """\
 examples:
@@ -53,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         return refuse(f"{arguments.file}: {cannot_read(error)}")
     except MemoryError:
         return refuse(f"{arguments.file}: does not fit into memory; record fewer steps")
-    judged = _Judged(recording, path, windows, judge_path(windows))
+    verdict = judge_path(windows)
+    judged = _Judged(recording, path, windows, verdict, where_steps_go(windows, verdict.culprits))
     if arguments.json:
         to_stdout(json.dumps(_to_json(judged), allow_nan=False))
         return Exit.OK
@@ -66,6 +71,7 @@ class _Judged(NamedTuple):
     path: PathFinder
     windows: Sequence[PathWindow]
     verdict: Verdict
+    breakdown: StepBreakdown | None
 
 
 def _print(judged: _Judged, file: Path) -> None:
@@ -82,6 +88,8 @@ def _print(judged: _Judged, file: Path) -> None:
         headings = ("steps", "step", "communication", "own work on the critical path", "would come back")
         rows = [headings, *(_row(window) for window in judged.windows)]
         terminal.print_rows(rows, ("steps", "own work on the critical path", "would come back"), MAX_WINDOWS_SHOWN)
+    if judged.breakdown is not None:
+        terminal.print(breakdown_table(judged.breakdown, verdict), Text())
     terminal.print(Text.assemble("verdict  ", (headline(verdict), "bold")))
     if verdict.reason:
         terminal.print(Text(f"why      {verdict.reason}"))
@@ -109,6 +117,7 @@ def _to_json(judged: _Judged) -> dict[str, Any]:
         "operations": len(judged.recording.operations),
         "unmatched_operations": judged.path.lonely,
         "ranks": [{"rank": rank, "stage": stage} for rank, stage in judged.path.stages.items()],
+        "breakdown": msgspec.to_builtins(breakdown_answer(judged.breakdown, verdict)),
         "windows": [_window_to_json(window) for window in judged.windows],
     }
 

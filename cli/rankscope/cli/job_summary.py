@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from rankscope.analysis.stats.step_time_comparison import StepTimes
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.operator.console.answers import measured
 from rankscope.operator.correlation.correlator import JobState
@@ -44,16 +45,21 @@ class Finding:
     first_unix_seconds: float
     last_unix_seconds: float
     seconds: float = 0.0  # for which it stood
+    breakdown: StepBreakdown | None = None  # the latest, with the excess of the culprit if there is one
     _lost_before: float = 0.0  # in stretches that have ended
     _lost: float = 0.0
 
-    def add(self, verdict: Verdict, now: float, seconds: float) -> None:
+    def add(self, verdict: Verdict, breakdown: StepBreakdown | None, now: float, seconds: float) -> None:
         lost = verdict.lost_gpu_seconds or 0.0
         if lost < self._lost:  # a stretch begins at zero
             self._lost_before += self._lost
         self._lost = lost
         if verdict.is_alarm >= self.verdict.is_alarm:
             self.verdict = verdict
+        # An alarm stands for some windows after the rank has recovered.
+        had_excess = self.breakdown is not None and self.breakdown.has_excess
+        if breakdown is not None and (breakdown.has_excess or not had_excess):
+            self.breakdown = breakdown
         self.seconds += seconds
         self.last_unix_seconds = now
 
@@ -88,6 +94,7 @@ class JobSummary:
     # The last that is no finding.
     calm: Verdict = field(default_factory=lambda: Verdict(Kind.INSUFFICIENT_DATA, "no window was seen"))
     judged_seconds: float = 0.0
+    _breakdown: StepBreakdown | None = None  # the latest without a finding
     _findings: dict[object, Finding] = field(default_factory=dict)
     _standing: Finding | None = None
     _evaluated: float = 0.0
@@ -127,7 +134,7 @@ class JobSummary:
             seconds = min(max(now - self._evaluated, 0.0), MAX_GAP_SECONDS)
         self._evaluated = now
         self.ranks = max(self.ranks, state.world_size)
-        self._note(state.verdict, now, seconds)
+        self._note(state, now, seconds)
         windows = list(state.windows)
         for window in windows:
             self.steps = max(self.steps, window.steps_total)
@@ -146,16 +153,23 @@ class JobSummary:
         self.exposed_ratio.add(state.exposed_communication_ratio)
         return True
 
-    def _note(self, verdict: Verdict, now: float, seconds: float) -> None:
+    @property
+    def breakdown(self) -> StepBreakdown | None:
+        """Where a step went while the verdict stood; None of a job that was not judged by the critical path."""
+        return self._breakdown if self.leading is None else self.leading.breakdown
+
+    def _note(self, state: JobState, now: float, seconds: float) -> None:
+        verdict = state.verdict
         if verdict.kind is not Kind.INSUFFICIENT_DATA:
             self.judged_seconds += seconds
         if not verdict.kind.is_finding:
             self._standing = None
+            self._breakdown = state.breakdown or self._breakdown
             if verdict.kind is Kind.HEALTHY or self.calm.kind is Kind.INSUFFICIENT_DATA:
                 self.calm = verdict
             return
         finding = self._findings.setdefault((verdict.kind, verdict.culprits, verdict.stage), Finding(verdict, now, now))
-        finding.add(verdict, now, seconds if finding is self._standing else 0.0)
+        finding.add(verdict, state.breakdown, now, seconds if finding is self._standing else 0.0)
         self._standing = finding
 
     @property

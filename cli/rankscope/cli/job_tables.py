@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rankscope.analysis.profiles.frames import is_library
-from rankscope.analysis.verdicts.verdict import Severity, milliseconds, ranks
+from rankscope.analysis.step_graph.step_breakdown import EXCESS, StepBreakdown, rows
+from rankscope.analysis.verdicts.verdict import Severity, Verdict, accused, milliseconds, ranks
 from rankscope.cli.terminal import make_table
 from rankscope.common.text import one_line
 from rankscope.operator.console.answers import cpu_ratio, measured
@@ -22,6 +23,7 @@ from rankscope.v1.window_pb2 import RankWindow
 STARVED_SHOWN = 0.05
 NODE_CHARACTERS = 24
 CELL_CHARACTERS = 60
+MIN_PART_RATIO = 0.005
 MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
 
 
@@ -56,7 +58,7 @@ def rank_table(
         cells["age"] = ["" if age is None else f"{age:.0f} s" for age in ages]
     if columns is not None:
         for name in _LEAST_IMPORTANT:
-            if sum(max(map(cell_len, (name, *texts))) + 2 for name, texts in cells.items()) - 2 <= columns:
+            if _width(cells) <= columns:
                 break
             cells.pop(name, None)
     table = make_table(cells, _WORDS)
@@ -66,6 +68,34 @@ def rank_table(
         style = "dim" if window.identity.rank in stale_seconds else "red" if culprit else ""
         table.add_row(mark, *row[1:], style=style)
     return table
+
+
+def breakdown_table(breakdown: StepBreakdown, verdict: Verdict, columns: int | None = None) -> Table:
+    """Where a step goes. The parts add up to the step; the smallest are one row. What groups transfer is left out if it
+    does not fit into `columns`."""
+    total = breakdown.step_seconds
+    every = list(rows(breakdown, accused(verdict)))
+    listed = [row for row in every if row.ratio >= MIN_PART_RATIO]
+    lines = [(row.name, row.seconds, row.details, "red" if row.part == EXCESS else "") for row in listed]
+    if len(listed) < len(every):
+        lines.append(("other", total - sum(row.seconds for row in listed), "", ""))
+    lines.append(("step", total, "", "bold"))
+    cells = {
+        "where a step goes": [name for name, *_ in lines],
+        "time": [milliseconds(seconds) for _, seconds, *_ in lines],
+        "share": [f"{seconds / total:.0%}" if total > 0 else "" for _, seconds, *_ in lines],
+        "groups": [one_line(details, CELL_CHARACTERS) for *_, details, _ in lines],
+    }
+    if columns is not None and _width(cells) > columns:
+        del cells["groups"]
+    table = make_table(cells, ("where a step goes", "groups"))
+    for (*_, style), texts in zip(lines, zip(*cells.values(), strict=True), strict=True):
+        table.add_row(*texts, style=style)
+    return table
+
+
+def _width(cells: Mapping[str, Sequence[str]]) -> int:
+    return sum(max(map(cell_len, (name, *texts))) + 2 for name, texts in cells.items()) - 2
 
 
 def stale_nodes(job: JobStatus) -> list[str]:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -26,11 +27,12 @@ from rankscope.analysis.verdicts.verdict import (
     source_line,
 )
 from rankscope.cli.job_summary import Finding, JobSummary
-from rankscope.cli.job_tables import rank_table
+from rankscope.cli.job_tables import breakdown_table, rank_table
 from rankscope.cli.run_end import CommandEnd, Failure, clock
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
 from rankscope.daemon.windows.window import INSPECTOR
+from rankscope.operator.console.answers import breakdown_answer
 from rankscope.v1.window_pb2 import CollectiveRate, RankWindow
 
 # A verdict needs several windows.
@@ -91,6 +93,8 @@ def card(jobs: Sequence[JobSummary], end: CommandEnd, *, probe: bool, columns: i
         if len(job.windows) > 1:
             shown, culprits = job.windows[:RANKS_SHOWN], job.verdict.culprits
             parts += [rank_table(shown, culprits, stacks=False, columns=columns), Text()]
+        if job.breakdown is not None:
+            parts += [breakdown_table(job.breakdown, job.verdict, columns), Text()]
         parts.append(_rows(_lines(job, end, probe=probe)))
     return Group(*parts)
 
@@ -263,6 +267,7 @@ def _job_json(job: JobSummary, end: CommandEnd) -> dict[str, Any]:
         "input_seconds": job.input_seconds.value,
         "mfu_ratio": job.mfu_ratio.value,
         "exposed_communication_ratio": job.exposed_ratio.value,
+        "breakdown": msgspec.to_builtins(breakdown_answer(job.breakdown, job.verdict)),
         "failure": _failure_json(failure, end),
         **_verdict_json(job.verdict),
         **({} if failure is None else {"verdict": FAILED, "severity": Severity.ALARM.value}),

@@ -28,16 +28,27 @@ from rich.live import Live
 from rich.text import Text
 
 from rankscope.analysis.quantities import count
-from rankscope.analysis.verdicts.verdict import Verdict, evidence, headline, loss, milliseconds
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown, rows
+from rankscope.analysis.verdicts.verdict import Kind, Verdict, accused, evidence, headline, loss, milliseconds
 from rankscope.cli import options
 from rankscope.cli.connection import CALL_SECONDS, connected
 from rankscope.cli.contexts import add_connection_arguments
-from rankscope.cli.job_tables import MARKS, rank_table, stale_nodes
+from rankscope.cli.job_tables import MARKS, MIN_PART_RATIO, rank_table, stale_nodes
 from rankscope.cli.messages import CommandError, Exit, to_stdout
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
-from rankscope.operator.console.answers import TopAnswer, TopRank, TopRun, cpu_ratio, measured, run_fields, top_rank
-from rankscope.operator.correlation.job_service import is_wanted, state_of, verdict_of
+from rankscope.operator.console.answers import (
+    TopAnswer,
+    TopRank,
+    TopRun,
+    breakdown_answer,
+    cpu_ratio,
+    measured,
+    run_fields,
+    top_rank,
+)
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.correlation.job_service import breakdown_of, is_wanted, state_of, verdict_of
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
@@ -237,6 +248,9 @@ def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[Renderabl
         yield Text(f"{silent[0]}{others}", style="yellow")
     if why := evidence(verdict):
         yield Text(one_line(why, EVIDENCE_CHARACTERS))
+    breakdown = breakdown_of(job)
+    if breakdown is not None and verdict.kind is not Kind.HANG:
+        yield Text(one_line(_where_a_step_goes(breakdown, verdict), EVIDENCE_CHARACTERS))
     ranks = _ranks(job, view)
     if not ranks:
         return
@@ -244,6 +258,13 @@ def _run(job: pb.JobStatus, view: View, width: int | None) -> Iterator[Renderabl
     yield rank_table(shown, verdict.culprits, stacks=True, nodes=True, columns=width, stale_seconds=job.stale_seconds)
     if len(ranks) > len(shown):
         yield Text(f"… and {count(len(ranks) - len(shown), 'more rank')} (--rows N shows more)", style="dim")
+
+
+def _where_a_step_goes(breakdown: StepBreakdown, verdict: Verdict) -> str:
+    """One line, as every line takes one from the ranks: the largest parts first."""
+    largest = sorted(rows(breakdown, accused(verdict)), key=lambda row: -row.seconds)
+    shown = [f"{row.name} {row.ratio:.0%}" for row in largest if row.ratio >= MIN_PART_RATIO]
+    return f"a step goes to {', '.join(shown)}"
 
 
 def _ranks(job: pb.JobStatus, view: View) -> list[RankWindow]:
@@ -336,7 +357,12 @@ def _keyboard(report: Callable[[str], None]) -> Iterator[None]:
 
 
 def _answer(jobs: Jobs, view: View) -> TopAnswer:
-    return TopAnswer([TopRun(**run_fields(state_of(job)), ranks=_rank_answers(job, view)) for job in jobs])
+    return TopAnswer([_run_answer(job, state_of(job), view) for job in jobs])
+
+
+def _run_answer(job: pb.JobStatus, state: JobState, view: View) -> TopRun:
+    breakdown = breakdown_answer(state.breakdown, state.verdict)
+    return TopRun(**run_fields(state), breakdown=breakdown, ranks=_rank_answers(job, view))
 
 
 def _rank_answers(job: pb.JobStatus, view: View) -> list[TopRank]:

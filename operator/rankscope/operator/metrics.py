@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from rankscope.analysis.step_graph.step_breakdown import GROUP_KINDS, PARTS
 from rankscope.analysis.verdicts.verdict import FINDINGS, Confidence, Kind, Severity, Verdict, named_line
 from rankscope.common.metric_table import ANY, Counter, Gauge, Section, label
 from rankscope.common.run_names import run_labels
@@ -90,6 +91,24 @@ JOBS: Section[_Job] = Section(("run_namespace", "run"), (
     Gauge("rankscope_job_exposed_communication_ratio",
         "Share of the step spent waiting on others, mean of the ranks. Absent while the job hangs.",
         lambda job: None if job.hangs else job.state.exposed_communication_ratio),
+    Gauge("rankscope_job_step_part_seconds",
+        "Parts of a step on the critical path, means of the last windows. They add up to the step. stage: of own work, "
+        "where there are several; kind of the groups: of communication. Absent of a job that is judged by sums, and "
+        "while the job hangs.",
+        lambda job: None if job.hangs else _step_parts(job.state),
+        {"part": PARTS, "stage": ANY, "kind": ANY}),
+    Gauge("rankscope_job_communication_bus_bandwidth_bytes_per_second",
+        "Bus bandwidth of groups of a kind while they transfer, as nccl-tests count it, mean of the last windows.",
+        lambda job: None if job.hangs else _bus_bandwidths(job.state), {"kind": GROUP_KINDS}),
+    Counter("rankscope_job_communication_bytes_total",
+        "Bytes that a rank transfers in groups of a kind, mean of such ranks. Steps that were not looked at count as "
+        "those before.", lambda job: _totals(job.state, "bytes"), {"kind": GROUP_KINDS}),
+    Counter("rankscope_job_communication_transfer_seconds_total",
+        "Time that a rank transfers in groups of a kind, after the last rank has arrived; hidden or not.",
+        lambda job: _totals(job.state, "transfer_seconds"), {"kind": GROUP_KINDS}),
+    Counter("rankscope_job_communication_exposed_seconds_total",
+        "Time in which the critical path transfers in groups of a kind.",
+        lambda job: _totals(job.state, "exposed_seconds"), {"kind": GROUP_KINDS}),
     Gauge("rankscope_job_mfu_target_ratio", "MFU below which low_mfu is raised, where it was given.",
         lambda job: job.mfu_target_ratio),
     Counter("rankscope_job_lost_gpu_seconds_total",
@@ -233,6 +252,21 @@ class Exporter(Collector):
 def _info(state: JobState) -> Mapping[tuple[str, ...], float]:
     program = state.program
     return {(str(state.world_size), program.team, program.user, program.image, program.command): 1}
+
+
+def _step_parts(state: JobState) -> Mapping[tuple[str, ...], float]:
+    parts = state.breakdown.parts if state.breakdown is not None else ()
+    return {(p.part, "" if p.stage is None else str(p.stage), p.group_kind): p.seconds for p in parts}
+
+
+def _bus_bandwidths(state: JobState) -> Mapping[str, float | None]:
+    traffic = state.breakdown.traffic if state.breakdown is not None else ()
+    return {each.group_kind: each.bus_bytes_per_second for each in traffic}
+
+
+def _totals(state: JobState, name: str) -> Mapping[str, float]:
+    totals = state.breakdown.totals if state.breakdown is not None else {}
+    return {kind: getattr(total, name) for kind, total in totals.items()}
 
 
 def _source_line(verdict: Verdict) -> Mapping[str, float]:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rankscope.v1 import window_pb2 as rankscope_dot_v1_dot_window__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1erankscope/v1/job_service.proto\x12\x0crankscope.v1\x1a\x19rankscope/v1/window.proto\"q\n\x05\x43\x61use\x12\r\n\x05phase\x18\x01 \x01(\t\x12(\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x18.rankscope.v1.FrameShare\x12\x10\n\x08\x65vidence\x18\x03 \x01(\t\x12\r\n\x05\x62ound\x18\x04 \x01(\t\x12\x0e\n\x06stalls\x18\x05 \x01(\t\"\x8d\x03\n\x07Verdict\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.rankscope.v1.VerdictKind\x12(\n\x08severity\x18\x02 \x01(\x0e\x32\x16.rankscope.v1.Severity\x12,\n\nconfidence\x18\x03 \x01(\x0e\x32\x18.rankscope.v1.Confidence\x12\x10\n\x08\x63ulprits\x18\x04 \x03(\x05\x12\x12\n\x05stage\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05group\x18\x06 \x01(\t\x12\x19\n\x0cimpact_ratio\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x1d\n\x10lost_gpu_seconds\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\"\n\x05\x63\x61use\x18\t \x01(\x0b\x32\x13.rankscope.v1.Cause\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x18\n\x10since_unix_nanos\x18\x0b \x01(\x03\x12\x14\n\x0c\x61synchronous\x18\x0c \x01(\tB\x08\n\x06_stageB\x0f\n\r_impact_ratioB\x13\n\x11_lost_gpu_seconds\"\xa4\x03\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x12\n\nranks_seen\x18\x03 \x01(\x05\x12&\n\x07verdict\x18\x04 \x01(\x0b\x32\x15.rankscope.v1.Verdict\x12\x19\n\x0cstep_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tmfu_ratio\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12(\n\x1b\x65xposed_communication_ratio\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\'\n\x05ranks\x18\x08 \x03(\x0b\x32\x18.rankscope.v1.RankWindow\x12@\n\rstale_seconds\x18\t \x03(\x0b\x32).rankscope.v1.JobStatus.StaleSecondsEntry\x1a\x33\n\x11StaleSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_step_secondsB\x0c\n\n_mfu_ratioB\x1e\n\x1c_exposed_communication_ratio\"\x1e\n\x0fListJobsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"9\n\x10ListJobsResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.rankscope.v1.JobStatus\"\x1f\n\x10WatchJobsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\":\n\x11WatchJobsResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.rankscope.v1.JobStatus\"\x1f\n\x10ListHangsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"=\n\x11ListHangsResponse\x12(\n\x05hangs\x18\x01 \x03(\x0b\x32\x19.rankscope.v1.HangSummary\"\x9f\x01\n\x0bHangSummary\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08headline\x18\x03 \x01(\t\x12\x18\n\x10\x62\x65gan_unix_nanos\x18\x04 \x01(\x03\x12\x17\n\x0fmade_unix_nanos\x18\x05 \x01(\x03\x12\x18\n\x10\x65nded_unix_nanos\x18\x06 \x01(\x03\x12\x18\n\x10until_unix_nanos\x18\x07 \x01(\x03\"\x1c\n\x0eGetHangRequest\x12\n\n\x02id\x18\x01 \x01(\t\"!\n\x0fGetHangResponse\x12\x0e\n\x06report\x18\x01 \x01(\x0c\"&\n\x15GetFleetReportRequest\x12\r\n\x05since\x18\x01 \x01(\t\"\x88\x01\n\x16GetFleetReportResponse\x12\x0e\n\x06report\x18\x01 \x01(\x0c\x12\x17\n\x0fmade_unix_nanos\x18\x02 \x01(\x03\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x11\n\tnext_step\x18\x04 \x01(\t\x12\x12\n\npages_done\x18\x05 \x01(\x05\x12\r\n\x05pages\x18\x06 \x01(\x05*\xee\x02\n\x0bVerdictKind\x12\x1c\n\x18VERDICT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_KIND_HEALTHY\x10\x01\x12\x1a\n\x16VERDICT_KIND_SLOW_RANK\x10\x02\x12\x1b\n\x17VERDICT_KIND_SLOW_STAGE\x10\x03\x12\x1f\n\x1bVERDICT_KIND_DATA_IMBALANCE\x10\x04\x12\x17\n\x13VERDICT_KIND_JITTER\x10\x05\x12\x1c\n\x18VERDICT_KIND_SLOW_SERVER\x10\x0b\x12#\n\x1fVERDICT_KIND_SLOW_COMMUNICATION\x10\x06\x12\x1c\n\x18VERDICT_KIND_INPUT_BOUND\x10\x07\x12\x18\n\x14VERDICT_KIND_LOW_MFU\x10\x08\x12\x15\n\x11VERDICT_KIND_HANG\x10\t\x12\"\n\x1eVERDICT_KIND_INSUFFICIENT_DATA\x10\n*a\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_NONE\x10\x01\x12\x14\n\x10SEVERITY_WARNING\x10\x02\x12\x12\n\x0eSEVERITY_ALARM\x10\x03*Q\n\nConfidence\x12\x1a\n\x16\x43ONFIDENCE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43ONFIDENCE_LOW\x10\x01\x12\x13\n\x0f\x43ONFIDENCE_HIGH\x10\x02\x32\x9a\x03\n\nJobService\x12I\n\x08ListJobs\x12\x1d.rankscope.v1.ListJobsRequest\x1a\x1e.rankscope.v1.ListJobsResponse\x12N\n\tWatchJobs\x12\x1e.rankscope.v1.WatchJobsRequest\x1a\x1f.rankscope.v1.WatchJobsResponse0\x01\x12L\n\tListHangs\x12\x1e.rankscope.v1.ListHangsRequest\x1a\x1f.rankscope.v1.ListHangsResponse\x12\x46\n\x07GetHang\x12\x1c.rankscope.v1.GetHangRequest\x1a\x1d.rankscope.v1.GetHangResponse\x12[\n\x0eGetFleetReport\x12#.rankscope.v1.GetFleetReportRequest\x1a$.rankscope.v1.GetFleetReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1erankscope/v1/job_service.proto\x12\x0crankscope.v1\x1a\x19rankscope/v1/window.proto\"q\n\x05\x43\x61use\x12\r\n\x05phase\x18\x01 \x01(\t\x12(\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x18.rankscope.v1.FrameShare\x12\x10\n\x08\x65vidence\x18\x03 \x01(\t\x12\r\n\x05\x62ound\x18\x04 \x01(\t\x12\x0e\n\x06stalls\x18\x05 \x01(\t\"\x8d\x03\n\x07Verdict\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.rankscope.v1.VerdictKind\x12(\n\x08severity\x18\x02 \x01(\x0e\x32\x16.rankscope.v1.Severity\x12,\n\nconfidence\x18\x03 \x01(\x0e\x32\x18.rankscope.v1.Confidence\x12\x10\n\x08\x63ulprits\x18\x04 \x03(\x05\x12\x12\n\x05stage\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05group\x18\x06 \x01(\t\x12\x19\n\x0cimpact_ratio\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x1d\n\x10lost_gpu_seconds\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\"\n\x05\x63\x61use\x18\t \x01(\x0b\x32\x13.rankscope.v1.Cause\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x18\n\x10since_unix_nanos\x18\x0b \x01(\x03\x12\x14\n\x0c\x61synchronous\x18\x0c \x01(\tB\x08\n\x06_stageB\x0f\n\r_impact_ratioB\x13\n\x11_lost_gpu_seconds\"[\n\x08StepPart\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x12\n\x05stage\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\ngroup_kind\x18\x04 \x01(\tB\x08\n\x06_stage\"\xbd\x01\n\x0cGroupTraffic\x12\x12\n\ngroup_kind\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x01(\x05\x12\x11\n\tmin_ranks\x18\x03 \x01(\x05\x12\x11\n\tmax_ranks\x18\x04 \x01(\x05\x12\r\n\x05\x62ytes\x18\x05 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x01\x12!\n\x14\x62us_bytes_per_second\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x17\n\x15_bus_bytes_per_second\"r\n\rStepBreakdown\x12%\n\x05parts\x18\x01 \x03(\x0b\x32\x16.rankscope.v1.StepPart\x12+\n\x07traffic\x18\x02 \x03(\x0b\x32\x1a.rankscope.v1.GroupTraffic\x12\r\n\x05steps\x18\x03 \x01(\x05\"\xd4\x03\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x12\n\nranks_seen\x18\x03 \x01(\x05\x12&\n\x07verdict\x18\x04 \x01(\x0b\x32\x15.rankscope.v1.Verdict\x12\x19\n\x0cstep_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tmfu_ratio\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12(\n\x1b\x65xposed_communication_ratio\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\'\n\x05ranks\x18\x08 \x03(\x0b\x32\x18.rankscope.v1.RankWindow\x12@\n\rstale_seconds\x18\t \x03(\x0b\x32).rankscope.v1.JobStatus.StaleSecondsEntry\x12.\n\tbreakdown\x18\n \x01(\x0b\x32\x1b.rankscope.v1.StepBreakdown\x1a\x33\n\x11StaleSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_step_secondsB\x0c\n\n_mfu_ratioB\x1e\n\x1c_exposed_communication_ratio\"\x1e\n\x0fListJobsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"9\n\x10ListJobsResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.rankscope.v1.JobStatus\"\x1f\n\x10WatchJobsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\":\n\x11WatchJobsResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.rankscope.v1.JobStatus\"\x1f\n\x10ListHangsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"=\n\x11ListHangsResponse\x12(\n\x05hangs\x18\x01 \x03(\x0b\x32\x19.rankscope.v1.HangSummary\"\x9f\x01\n\x0bHangSummary\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08headline\x18\x03 \x01(\t\x12\x18\n\x10\x62\x65gan_unix_nanos\x18\x04 \x01(\x03\x12\x17\n\x0fmade_unix_nanos\x18\x05 \x01(\x03\x12\x18\n\x10\x65nded_unix_nanos\x18\x06 \x01(\x03\x12\x18\n\x10until_unix_nanos\x18\x07 \x01(\x03\"\x1c\n\x0eGetHangRequest\x12\n\n\x02id\x18\x01 \x01(\t\"!\n\x0fGetHangResponse\x12\x0e\n\x06report\x18\x01 \x01(\x0c\"&\n\x15GetFleetReportRequest\x12\r\n\x05since\x18\x01 \x01(\t\"\x88\x01\n\x16GetFleetReportResponse\x12\x0e\n\x06report\x18\x01 \x01(\x0c\x12\x17\n\x0fmade_unix_nanos\x18\x02 \x01(\x03\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x11\n\tnext_step\x18\x04 \x01(\t\x12\x12\n\npages_done\x18\x05 \x01(\x05\x12\r\n\x05pages\x18\x06 \x01(\x05*\xee\x02\n\x0bVerdictKind\x12\x1c\n\x18VERDICT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_KIND_HEALTHY\x10\x01\x12\x1a\n\x16VERDICT_KIND_SLOW_RANK\x10\x02\x12\x1b\n\x17VERDICT_KIND_SLOW_STAGE\x10\x03\x12\x1f\n\x1bVERDICT_KIND_DATA_IMBALANCE\x10\x04\x12\x17\n\x13VERDICT_KIND_JITTER\x10\x05\x12\x1c\n\x18VERDICT_KIND_SLOW_SERVER\x10\x0b\x12#\n\x1fVERDICT_KIND_SLOW_COMMUNICATION\x10\x06\x12\x1c\n\x18VERDICT_KIND_INPUT_BOUND\x10\x07\x12\x18\n\x14VERDICT_KIND_LOW_MFU\x10\x08\x12\x15\n\x11VERDICT_KIND_HANG\x10\t\x12\"\n\x1eVERDICT_KIND_INSUFFICIENT_DATA\x10\n*a\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_NONE\x10\x01\x12\x14\n\x10SEVERITY_WARNING\x10\x02\x12\x12\n\x0eSEVERITY_ALARM\x10\x03*Q\n\nConfidence\x12\x1a\n\x16\x43ONFIDENCE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43ONFIDENCE_LOW\x10\x01\x12\x13\n\x0f\x43ONFIDENCE_HIGH\x10\x02\x32\x9a\x03\n\nJobService\x12I\n\x08ListJobs\x12\x1d.rankscope.v1.ListJobsRequest\x1a\x1e.rankscope.v1.ListJobsResponse\x12N\n\tWatchJobs\x12\x1e.rankscope.v1.WatchJobsRequest\x1a\x1f.rankscope.v1.WatchJobsResponse0\x01\x12L\n\tListHangs\x12\x1e.rankscope.v1.ListHangsRequest\x1a\x1f.rankscope.v1.ListHangsResponse\x12\x46\n\x07GetHang\x12\x1c.rankscope.v1.GetHangRequest\x1a\x1d.rankscope.v1.GetHangResponse\x12[\n\x0eGetFleetReport\x12#.rankscope.v1.GetFleetReportRequest\x1a$.rankscope.v1.GetFleetReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,42 +34,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOBSTATUS_STALESECONDSENTRY']._loaded_options = None
   _globals['_JOBSTATUS_STALESECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_VERDICTKIND']._serialized_start=1700
-  _globals['_VERDICTKIND']._serialized_end=2066
-  _globals['_SEVERITY']._serialized_start=2068
-  _globals['_SEVERITY']._serialized_end=2165
-  _globals['_CONFIDENCE']._serialized_start=2167
-  _globals['_CONFIDENCE']._serialized_end=2248
+  _globals['_VERDICTKIND']._serialized_start=2149
+  _globals['_VERDICTKIND']._serialized_end=2515
+  _globals['_SEVERITY']._serialized_start=2517
+  _globals['_SEVERITY']._serialized_end=2614
+  _globals['_CONFIDENCE']._serialized_start=2616
+  _globals['_CONFIDENCE']._serialized_end=2697
   _globals['_CAUSE']._serialized_start=75
   _globals['_CAUSE']._serialized_end=188
   _globals['_VERDICT']._serialized_start=191
   _globals['_VERDICT']._serialized_end=588
-  _globals['_JOBSTATUS']._serialized_start=591
-  _globals['_JOBSTATUS']._serialized_end=1011
-  _globals['_JOBSTATUS_STALESECONDSENTRY']._serialized_start=897
-  _globals['_JOBSTATUS_STALESECONDSENTRY']._serialized_end=948
-  _globals['_LISTJOBSREQUEST']._serialized_start=1013
-  _globals['_LISTJOBSREQUEST']._serialized_end=1043
-  _globals['_LISTJOBSRESPONSE']._serialized_start=1045
-  _globals['_LISTJOBSRESPONSE']._serialized_end=1102
-  _globals['_WATCHJOBSREQUEST']._serialized_start=1104
-  _globals['_WATCHJOBSREQUEST']._serialized_end=1135
-  _globals['_WATCHJOBSRESPONSE']._serialized_start=1137
-  _globals['_WATCHJOBSRESPONSE']._serialized_end=1195
-  _globals['_LISTHANGSREQUEST']._serialized_start=1197
-  _globals['_LISTHANGSREQUEST']._serialized_end=1228
-  _globals['_LISTHANGSRESPONSE']._serialized_start=1230
-  _globals['_LISTHANGSRESPONSE']._serialized_end=1291
-  _globals['_HANGSUMMARY']._serialized_start=1294
-  _globals['_HANGSUMMARY']._serialized_end=1453
-  _globals['_GETHANGREQUEST']._serialized_start=1455
-  _globals['_GETHANGREQUEST']._serialized_end=1483
-  _globals['_GETHANGRESPONSE']._serialized_start=1485
-  _globals['_GETHANGRESPONSE']._serialized_end=1518
-  _globals['_GETFLEETREPORTREQUEST']._serialized_start=1520
-  _globals['_GETFLEETREPORTREQUEST']._serialized_end=1558
-  _globals['_GETFLEETREPORTRESPONSE']._serialized_start=1561
-  _globals['_GETFLEETREPORTRESPONSE']._serialized_end=1697
-  _globals['_JOBSERVICE']._serialized_start=2251
-  _globals['_JOBSERVICE']._serialized_end=2661
+  _globals['_STEPPART']._serialized_start=590
+  _globals['_STEPPART']._serialized_end=681
+  _globals['_GROUPTRAFFIC']._serialized_start=684
+  _globals['_GROUPTRAFFIC']._serialized_end=873
+  _globals['_STEPBREAKDOWN']._serialized_start=875
+  _globals['_STEPBREAKDOWN']._serialized_end=989
+  _globals['_JOBSTATUS']._serialized_start=992
+  _globals['_JOBSTATUS']._serialized_end=1460
+  _globals['_JOBSTATUS_STALESECONDSENTRY']._serialized_start=1346
+  _globals['_JOBSTATUS_STALESECONDSENTRY']._serialized_end=1397
+  _globals['_LISTJOBSREQUEST']._serialized_start=1462
+  _globals['_LISTJOBSREQUEST']._serialized_end=1492
+  _globals['_LISTJOBSRESPONSE']._serialized_start=1494
+  _globals['_LISTJOBSRESPONSE']._serialized_end=1551
+  _globals['_WATCHJOBSREQUEST']._serialized_start=1553
+  _globals['_WATCHJOBSREQUEST']._serialized_end=1584
+  _globals['_WATCHJOBSRESPONSE']._serialized_start=1586
+  _globals['_WATCHJOBSRESPONSE']._serialized_end=1644
+  _globals['_LISTHANGSREQUEST']._serialized_start=1646
+  _globals['_LISTHANGSREQUEST']._serialized_end=1677
+  _globals['_LISTHANGSRESPONSE']._serialized_start=1679
+  _globals['_LISTHANGSRESPONSE']._serialized_end=1740
+  _globals['_HANGSUMMARY']._serialized_start=1743
+  _globals['_HANGSUMMARY']._serialized_end=1902
+  _globals['_GETHANGREQUEST']._serialized_start=1904
+  _globals['_GETHANGREQUEST']._serialized_end=1932
+  _globals['_GETHANGRESPONSE']._serialized_start=1934
+  _globals['_GETHANGRESPONSE']._serialized_end=1967
+  _globals['_GETFLEETREPORTREQUEST']._serialized_start=1969
+  _globals['_GETFLEETREPORTREQUEST']._serialized_end=2007
+  _globals['_GETFLEETREPORTRESPONSE']._serialized_start=2010
+  _globals['_GETFLEETREPORTRESPONSE']._serialized_end=2146
+  _globals['_JOBSERVICE']._serialized_start=2700
+  _globals['_JOBSERVICE']._serialized_end=3110
 # @@protoc_insertion_point(module_scope)

@@ -203,6 +203,113 @@ class Verdict(_message.Message):
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
+class StepPart(_message.Message):
+    """A part of a step on the critical path: "own", "excess", "bubble", "communication" or "unaccounted"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    GROUP_KIND_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    seconds: _builtins.float
+    stage: _builtins.int
+    """of own work, where there are several"""
+    group_kind: _builtins.str
+    """of communication"""
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        stage: _builtins.int | None = ...,
+        group_kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "stage", b"stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "group_kind", b"group_kind", "part", b"part", "seconds", b"seconds", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
+    _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stage) -> _WhichOneofReturnType__stage | None: ...
+
+Global___StepPart: _TypeAlias = StepPart  # noqa: Y015
+
+@_typing.final
+class GroupTraffic(_message.Message):
+    """What groups of one kind transfer in a step: the mean of their ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_KIND_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    MIN_RANKS_FIELD_NUMBER: _builtins.int
+    MAX_RANKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    BUS_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    group_kind: _builtins.str
+    groups: _builtins.int
+    min_ranks: _builtins.int
+    """of a group"""
+    max_ranks: _builtins.int
+    bytes: _builtins.float
+    transfer_seconds: _builtins.float
+    """on the critical path or beside it"""
+    bus_bytes_per_second: _builtins.float
+    def __init__(
+        self,
+        *,
+        group_kind: _builtins.str = ...,
+        groups: _builtins.int = ...,
+        min_ranks: _builtins.int = ...,
+        max_ranks: _builtins.int = ...,
+        bytes: _builtins.float = ...,
+        transfer_seconds: _builtins.float = ...,
+        bus_bytes_per_second: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bus_bytes_per_second", b"_bus_bytes_per_second", "bus_bytes_per_second", b"bus_bytes_per_second"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bus_bytes_per_second", b"_bus_bytes_per_second", "bus_bytes_per_second", b"bus_bytes_per_second", "bytes", b"bytes", "group_kind", b"group_kind", "groups", b"groups", "max_ranks", b"max_ranks", "min_ranks", b"min_ranks", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bus_bytes_per_second: _TypeAlias = _typing.Literal["bus_bytes_per_second"]  # noqa: Y015
+    _WhichOneofArgType__bus_bytes_per_second: _TypeAlias = _typing.Literal["_bus_bytes_per_second", b"_bus_bytes_per_second"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bus_bytes_per_second) -> _WhichOneofReturnType__bus_bytes_per_second | None: ...
+
+Global___GroupTraffic: _TypeAlias = GroupTraffic  # noqa: Y015
+
+@_typing.final
+class StepBreakdown(_message.Message):
+    """Where a step goes. The parts add up to the step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """of which these are the means"""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepPart]: ...
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupTraffic]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___StepPart] | None = ...,
+        traffic: _abc.Iterable[Global___GroupTraffic] | None = ...,
+        steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "steps", b"steps", "traffic", b"traffic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepBreakdown: _TypeAlias = StepBreakdown  # noqa: Y015
+
+@_typing.final
 class JobStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -235,6 +342,7 @@ class JobStatus(_message.Message):
     EXPOSED_COMMUNICATION_RATIO_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     STALE_SECONDS_FIELD_NUMBER: _builtins.int
+    BREAKDOWN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     world_size: _builtins.int
     ranks_seen: _builtins.int
@@ -251,6 +359,10 @@ class JobStatus(_message.Message):
     def stale_seconds(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """By rank, for ranks whose latest window is older than it should be: the seconds since it arrived."""
 
+    @_builtins.property
+    def breakdown(self) -> Global___StepBreakdown:
+        """of a job that is judged by the critical path"""
+
     def __init__(
         self,
         *,
@@ -263,10 +375,11 @@ class JobStatus(_message.Message):
         exposed_communication_ratio: _builtins.float | None = ...,
         ranks: _abc.Iterable[_window_pb2.RankWindow] | None = ...,
         stale_seconds: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        breakdown: Global___StepBreakdown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio", "_mfu_ratio", b"_mfu_ratio", "_step_seconds", b"_step_seconds", "exposed_communication_ratio", b"exposed_communication_ratio", "mfu_ratio", b"mfu_ratio", "step_seconds", b"step_seconds", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio", "_mfu_ratio", b"_mfu_ratio", "_step_seconds", b"_step_seconds", "breakdown", b"breakdown", "exposed_communication_ratio", b"exposed_communication_ratio", "mfu_ratio", b"mfu_ratio", "step_seconds", b"step_seconds", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio", "_mfu_ratio", b"_mfu_ratio", "_step_seconds", b"_step_seconds", "exposed_communication_ratio", b"exposed_communication_ratio", "job", b"job", "mfu_ratio", b"mfu_ratio", "ranks", b"ranks", "ranks_seen", b"ranks_seen", "stale_seconds", b"stale_seconds", "step_seconds", b"step_seconds", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio", "_mfu_ratio", b"_mfu_ratio", "_step_seconds", b"_step_seconds", "breakdown", b"breakdown", "exposed_communication_ratio", b"exposed_communication_ratio", "job", b"job", "mfu_ratio", b"mfu_ratio", "ranks", b"ranks", "ranks_seen", b"ranks_seen", "stale_seconds", b"stale_seconds", "step_seconds", b"step_seconds", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exposed_communication_ratio: _TypeAlias = _typing.Literal["exposed_communication_ratio"]  # noqa: Y015
     _WhichOneofArgType__exposed_communication_ratio: _TypeAlias = _typing.Literal["_exposed_communication_ratio", b"_exposed_communication_ratio"]  # noqa: Y015

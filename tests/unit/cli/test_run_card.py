@@ -19,6 +19,7 @@ from rankscope.daemon.windows.window import INSPECTOR, OTHER_PLUGIN
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import CollectiveRate, RankWindow, StepStatistics
+from tests.support.breakdowns import a_breakdown
 
 HEALTHY = Verdict(Kind.HEALTHY, "all is well")
 FRAME = FrameSeen("load", "/app/dataset.py", 88, 0.4, 0.4, "forward")
@@ -62,6 +63,52 @@ def test_the_costliest_finding_of_the_whole_run_is_the_verdict() -> None:
     assert "from 0:02 to 0:03 of 1:00, for 1 s in all" in text
     assert "also" in text and "rank 0 is slow; at 0:04 of 1:00" in text
     assert job.self_seconds.value == pytest.approx(0.07)
+
+
+def test_parts_of_a_step_are_those_while_the_finding_stood() -> None:
+    job = JobSummary("job")
+    moments = ((HEALTHY, 0.0), (slow(1, 10.0), 0.2), (slow(1, 20.0), 0.3), (slow(1, 30.0), 0.0), (HEALTHY, 0.0))
+    for at, (verdict, excess) in enumerate(moments, start=1):
+        job.add(replace(state(verdict, at), breakdown=a_breakdown(excess)))
+    assert job.breakdown == a_breakdown(0.3)
+    lines = shown(job, terminal=False).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("where a step goes"))
+    assert [" ".join(line.split()) for line in lines[first + 1 : first + 8]] == [
+        "own work of stage 0 20.0 ms 5%",
+        "own work of stage 1 30.0 ms 8%",
+        "excess of rank 1 300.0 ms 75%",
+        "pipeline bubble 10.0 ms 2%",
+        "tensor communication 39.9 ms 10% 4 groups of 2 ranks, 64 MiB at 80 GB/s",
+        "other 0.1 ms 0%",
+        "step 400.0 ms 100%",
+    ]
+    (told,) = to_json([job], ["train"], FINISHED)["jobs"]
+    assert told["breakdown"]["parts"][2]["text"] == "excess of rank 1"
+    assert sum(part["seconds"] for part in told["breakdown"]["parts"]) == pytest.approx(0.4)
+
+
+def test_a_healthy_job_shows_where_its_last_steps_went() -> None:
+    job = JobSummary("job")
+    for at in range(1, 4):
+        job.add(replace(state(HEALTHY, at), breakdown=a_breakdown()))
+    assert "excess" not in shown(job) and "pipeline bubble" in shown(job)
+
+
+def test_a_job_judged_by_sums_has_no_parts_table() -> None:
+    job = JobSummary("job")
+    job.add(state(HEALTHY, 1.0))
+    assert "where a step goes" not in shown(job)
+    assert to_json([job], ["train"], FINISHED)["jobs"][0]["breakdown"] is None
+
+
+def test_what_groups_transfer_is_left_out_of_a_narrow_terminal() -> None:
+    job = JobSummary("job")
+    job.add(replace(state(HEALTHY, 1.0), breakdown=a_breakdown()))
+    console = Terminal(file=io.StringIO(), width=60)
+    console.print(card([job], FINISHED, probe=True, columns=60))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "tensor communication" in text and "GB/s" not in text and "…" not in text
 
 
 def test_repeated_evaluations_count_once_and_stepless_windows_add_no_step() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 import msgspec
@@ -12,8 +13,8 @@ import pytest
 from rankscope.cli import top
 from rankscope.cli.main import main
 from rankscope.cli.terminal import Terminal
-from rankscope.operator.console.run_views import rank_history, run_summary
-from rankscope.operator.correlation.job_service import job_status
+from rankscope.operator.console.run_views import rank_history, run_detail
+from rankscope.operator.correlation.job_service import job_status, state_of, verdict_of
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1 import job_service_pb2_grpc, rank_service_pb2_grpc
 from rankscope.v1.capture_service_pb2 import ListCapturesRequest, ListCapturesResponse
@@ -24,6 +25,7 @@ from rankscope.v1.capture_service_pb2_grpc import (
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, ListRanksResponse
 from rankscope.v1.window_pb2 import GpuUsage, ProcessUsage, RankWindow, StackSummary, StepStatistics
+from tests.support.breakdowns import a_breakdown
 from tools.played_runs import Played
 
 Output = pytest.CaptureFixture[str]
@@ -183,16 +185,41 @@ def test_a_slow_rank_shows_what_proves_its_cause() -> None:
     assert line.startswith("✗ rank 1 is slow because its GPU is slow (rank 1 spends 41 %")
 
 
-def test_json_agrees_with_the_console_api_on_runs_and_ranks(server: Server, address: str, capsys: Output) -> None:
+@pytest.fixture
+def played() -> Played:
     played = Played()
     played.tick(ranks=2, window=window(0, step_ms=100))
+    return played
+
+
+def test_where_a_step_goes_is_a_line_largest_first(played: Played) -> None:
+    state = replace(played.view().state, verdict=verdict_of(status("llama", [], [1]).verdict))
+    lines = drawn([job_status(replace(state, breakdown=a_breakdown(0.3)))], top.View(), 200)
+    assert (
+        "a step goes to excess of rank 1 75%, tensor communication 10%, own work of stage 1 8%, "
+        "own work of stage 0 5%, pipeline bubble 2%"
+    ) in lines
+    assert "a step goes to" not in "\n".join(drawn([job_status(state)], top.View(), 200))
+
+
+def test_where_a_step_goes_survives_its_message(played: Played) -> None:
+    breakdown = a_breakdown(0.3)
+    received = state_of(job_status(replace(played.view().state, breakdown=breakdown))).breakdown
+    assert received == replace(breakdown, totals={}), "counters are exported where they are counted"
+    assert state_of(job_status(played.view().state)).breakdown is None
+
+
+def test_json_agrees_with_the_console_api_on_runs_and_ranks(
+    server: Server, address: str, capsys: Output, played: Played
+) -> None:
     played.now += 2
     played.compare({1: (0.07, 0.03)})
+    played.evaluate(replace(played.view().state, breakdown=a_breakdown()))
     server.jobs = [job_status(played.view().state)]
     assert main(["top", "--once", "--json", "--connect", address]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     told = run.pop("ranks")
-    summary = msgspec.to_builtins(run_summary(played.view()))
+    summary = msgspec.to_builtins(run_detail(played.view()))
     assert run == {name: summary[name] for name in run}
     for rank, found in enumerate(told):
         assert found.pop("stale_seconds") is None

@@ -100,7 +100,12 @@ def infer_group_kinds(operations: Operations, world_size: int | None = None) -> 
         dtype=bool,
     )
     calls = _Calls.of(operations, seats, is_pipeline)
-    pipelines = (group.ranks for group, is_one in zip(groups, is_pipeline, strict=True) if is_one)
+    recorded = set(operations.ranks)
+    # Several pipelines may send in one group. Who sends to whom tells them apart, where all of it was recorded.
+    has_pairs = [
+        present and recorded.issuperset(group.ranks) for present, group in zip(messages.present, groups, strict=True)
+    ]
+    pipelines = [group.ranks for number, group in enumerate(groups) if is_pipeline[number] and not has_pairs[number]]
     chains = _Chains(operations, messages.pairs, pipelines)
     kinds = []
     for number, (group, kind) in enumerate(zip(groups, declared, strict=True)):

@@ -13,9 +13,11 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, rows_of_groups, take_rows
 from rankscope.analysis.step_graph.graph import StepGraph
+from rankscope.analysis.step_graph.group_kinds import GroupKind
 from rankscope.analysis.step_graph.operations import Operations, since_issued
 from rankscope.analysis.step_graph.past_work import PastWork
 from rankscope.analysis.step_graph.roles import Parts, Peers, find_stages
+from rankscope.analysis.step_graph.window_parts import Inside, KindVotes, WindowParts, split_window
 
 # A recording is judged in windows of so many steps, about as many as a window of a running job has.
 WINDOW_STEPS = 8
@@ -45,6 +47,7 @@ class PathWindow:
     own_seconds: Floats  # of a step
     peers_seconds: Floats  # of a step: what the rank's peers need for the same; own work where there is no peer
     issued_late_share: Floats  # of the excess over the peers: how much of it the host took, before it issued operations
+    parts: WindowParts
 
     @property
     def step_seconds(self) -> float:
@@ -68,6 +71,7 @@ class JudgedSteps(NamedTuple):
     graph: StepGraph
     path: Ints  # rows of the graph in the steps of the window
     peers: Peers
+    kinds: tuple[GroupKind, ...]  # of the groups
 
 
 class PathFinder:
@@ -76,6 +80,7 @@ class PathFinder:
     def __init__(self) -> None:
         self._stages: dict[int, deque[int]] = {}
         self._past = PastWork()
+        self._kinds = KindVotes()
         self.lonely = 0  # operations that one rank alone recorded
         self.judged: JudgedSteps | None = None  # of the last window; None saves its memory
 
@@ -98,9 +103,12 @@ class PathFinder:
         parts = Parts.of(graph, by_rank)
         peers = self._past.fill(graph, parts, Peers.of(graph, by_rank, parts))
         position = np.searchsorted(ranks, graph.operations.rank)
-        sums = _Sums(graph, steps.inside[steps.of_row], position, len(ranks))
-        window = _window(sums, steps, peers, ranks, stages)
-        self.judged = JudgedSteps(window, graph, sums.path, peers)
+        path, is_inside = graph.path(), steps.inside[steps.of_row]
+        kinds = self._kinds.add(graph.operations)
+        split = split_window(graph, path, steps.spans, is_inside, by_rank, kinds, peers.own_ns)
+        path = path[is_inside[path]]
+        window = _window(_Sums(graph, path, is_inside, position, len(ranks)), steps, peers, ranks, stages, split)
+        self.judged = JudgedSteps(window, graph, path, peers, kinds)
         self._past.learn(graph, parts, (window.returns < UNREMARKABLE_RETURNS)[position])
         return window
 
@@ -144,6 +152,7 @@ class _Steps:
     stretch: Ints
     step: Ints
     inside: Bools  # whole, and after one that is whole
+    ends_ns: Ints
     nanoseconds: Floats
 
     @classmethod
@@ -155,30 +164,38 @@ class _Steps:
         whole = operations >= WHOLE_STEP_RATIO * median_or_nan(operations)
         inside = np.zeros(count, dtype=bool)
         inside[1:] = whole[1:] & whole[:-1] & (np.diff(step) == 1) & (np.diff(stretch) == 0)
-        steps = cls(of_row, stretch, step, inside, np.zeros(count))
-        return replace(steps, nanoseconds=steps.durations(graph.operations.stop_ns))
+        steps = cls(of_row, stretch, step, inside, np.zeros(count, dtype=np.int64), np.zeros(count))
+        stop_ns = graph.operations.stop_ns
+        return replace(steps, ends_ns=steps._ends(stop_ns), nanoseconds=steps.durations(stop_ns))
+
+    @property
+    def spans(self) -> Inside:
+        begins = np.roll(self.ends_ns, 1)
+        return Inside(self.stretch[self.inside], begins[self.inside], self.ends_ns[self.inside])
 
     def durations(self, stop_ns: Ints) -> Floats:
         """Nanoseconds from the end of the step before; 0 for a step that is not inside."""
+        ends = self._ends(stop_ns)
+        return np.where(self.inside, np.diff(ends, prepend=ends[:1]), 0).astype(np.float64)
+
+    def _ends(self, stop_ns: Ints) -> Ints:
         ends = np.full(len(self.step), np.iinfo(np.int64).min)
         np.maximum.at(ends, self.of_row, stop_ns)
         for rows in rows_of_groups(self.stretch, int(self.stretch.max(initial=-1)) + 1):
             ends[rows] = np.maximum.accumulate(ends[rows])
-        return np.where(self.inside, np.diff(ends, prepend=ends[:1]), 0).astype(np.float64)
+        return ends
 
 
 class _Sums:
     """Sums of nanoseconds by rank, of all operations or of those on the critical path."""
 
-    def __init__(self, graph: StepGraph, inside: Bools, position: Ints, ranks: int) -> None:
+    def __init__(self, graph: StepGraph, path: Ints, inside: Bools, position: Ints, ranks: int) -> None:
         self.graph = graph
         self._ranks = ranks
         self._rows = np.flatnonzero(inside)
         self._position = position
-        path = graph.path()
-        self.path = path[inside[path]]
-        self._late = graph.last[self.path]
-        self.transfer_ns = float(graph.transfer_ns[self.path].sum())
+        self._late = graph.last[path]
+        self.transfer_ns = float(graph.transfer_ns[path].sum())
         self.own_ns = self.on_path(graph.own_ns)
         self.path_ns = max(self.transfer_ns + float(self.own_ns.sum()), 1.0)
 
@@ -194,7 +211,7 @@ class _Sums:
         return sums.astype(np.float64)
 
 
-def _window(sums: _Sums, steps: _Steps, peers: Peers, ranks: Ints, stages: Ints) -> PathWindow:
+def _window(sums: _Sums, steps: _Steps, peers: Peers, ranks: Ints, stages: Ints, parts: WindowParts) -> PathWindow:
     graph, count = sums.graph, int(np.count_nonzero(steps.inside))
     is_compared = ~np.isnan(peers.own_ns)
     on_path = sums.on_path(np.nan_to_num(graph.own_ns - peers.own_ns)) / sums.path_ns
@@ -215,6 +232,7 @@ def _window(sums: _Sums, steps: _Steps, peers: Peers, ranks: Ints, stages: Ints)
         own_ns / count / 1e9,
         (own_ns - excess) / count / 1e9,
         late_share,
+        parts,
     )
 
 

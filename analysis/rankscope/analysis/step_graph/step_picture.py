@@ -12,7 +12,7 @@ import numpy as np
 from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints, occurrence, take_rows
 from rankscope.analysis.step_graph.graph import StepGraph
-from rankscope.analysis.step_graph.group_kinds import GroupKind, infer_group_kinds
+from rankscope.analysis.step_graph.group_kinds import GroupKind
 from rankscope.analysis.step_graph.operations import UNKNOWN, Operations
 from rankscope.analysis.step_graph.path_windows import JudgedSteps, PathWindow
 
@@ -108,11 +108,10 @@ def draw_step(judged: JudgedSteps, culprits: Collection[int] = ()) -> StepPictur
         place = int(np.argmax(losses[:, culprit]))
         lost_ns = max(int(losses[place, culprit]), 0)
     span = _Span.of(judged, place)
-    kinds = infer_group_kinds(judged.graph.operations)
-    focus = None if culprit is None else _focus(judged, span, culprit, kinds)
+    focus = None if culprit is None else _focus(judged, span, culprit)
     drawn = _drawn_ranks(window, span, focus)
     rows = _drawn_rows(span, drawn, window.ranks)
-    names, number = _names(span.graph.operations, rows, kinds)
+    names, number = _names(span.graph.operations, rows, judged.kinds)
     return StepPicture(
         step=int(window.steps[place]),
         step_ns=span.stop_ns - span.start_ns,
@@ -168,7 +167,7 @@ class _Span:
         return float(lengths[self.path.is_own].sum()) / max(float(lengths.sum()), 1.0)
 
 
-def _focus(judged: JudgedSteps, span: _Span, culprit: int, kinds: Sequence[GroupKind]) -> Focus | None:
+def _focus(judged: JudgedSteps, span: _Span, culprit: int) -> Focus | None:
     """None if no work of the rank on the path exceeds that of its peers in this step."""
     graph, window = span.graph, judged.window
     operations, rank = graph.operations, int(window.ranks[culprit])
@@ -191,7 +190,7 @@ def _focus(judged: JudgedSteps, span: _Span, culprit: int, kinds: Sequence[Group
         end_ns=int(operations.stop_ns[row]) - span.start_ns,
         excess_ns=longest,
         operation=OperationName(
-            CollectiveKind(operations.kind[row]), kinds[group], len(operations.groups[group].ranks)
+            CollectiveKind(operations.kind[row]), judged.kinds[group], len(operations.groups[group].ranks)
         ),
         is_compared_with_past=np.count_nonzero(window.stages == window.stages[culprit]) == 1,
         waiting=tuple(sorted(waiting)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from rankscope.analysis.step_graph.path_windows import (
     PathWindow,
     whole_steps,
 )
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown, TrafficTotal, add_traffic, summarize
 from rankscope.analysis.step_graph.step_picture import StepPicture, draw_step
 from rankscope.analysis.step_graph.window_operations import RankOperations, join
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
@@ -128,6 +129,16 @@ def judge_path(windows: Sequence[PathWindow], policy: Policy = DEFAULT_POLICY) -
     return Verdict(Kind.SLOW_RANK, reason, Severity.ALARM, culprits=names, impact_ratio=impact)
 
 
+def where_steps_go(windows: Sequence[PathWindow], culprits: Collection[int] = ()) -> StepBreakdown | None:
+    """The mean step of the windows in which a culprit costs enough, or of all windows where there is none."""
+    windows = [window for window in windows if np.array_equal(window.ranks, windows[-1].ranks)]
+    if not windows:
+        return None
+    accused = np.isin(windows[-1].ranks, list(culprits))
+    slow = [window for window in windows if (window.returns[accused] >= FIXED.path_impact_ratio).any()]
+    return summarize([window.parts for window in slow or windows], culprits, windows[-1].ranks.tolist())
+
+
 def too_little_compared(share: float) -> str:
     return f"only {share:.0%} of the work on the critical path can be compared with that of a peer"
 
@@ -140,6 +151,8 @@ class LivePath:
         self._policy = policy
         self._history = PathHistory(policy)
         self._compared: deque[float] = deque(maxlen=policy.windows_kept)
+        self._windows: deque[PathWindow] = deque(maxlen=policy.windows_kept)
+        self._traffic: Mapping[str, TrafficTotal] = {}
         self._parts: dict[int, list[RankOperations]] = {}
         self._finder = PathFinder()
         self._picture: StepPicture | None = None
@@ -153,6 +166,12 @@ class LivePath:
     def is_known(self) -> bool:
         """Operations arrive, and are enough to judge by."""
         return self._is_fed and self._missed <= self._patience
+
+    def breakdown(self, verdict: Verdict) -> StepBreakdown | None:
+        """Where the steps of the last windows go; None of a job that is not judged by the path."""
+        culprits = verdict.culprits if verdict.kind is Kind.SLOW_RANK else ()
+        known = where_steps_go(self._windows, culprits) if self.is_known else None
+        return None if known is None else replace(known, totals=self._traffic)
 
     def add(self, window: JobWindow) -> None:
         """Looks at one rank only until there are operations: most jobs have none."""
@@ -193,6 +212,7 @@ class LivePath:
         self._patience = max(self._patience, PATIENT_GAPS * self._missed)
         self._missed = 0
         self._compared.append(judged.compared)
+        self._windows.append(judged)
         compared = median(self._compared)
         if compared < FIXED.path_compared_share:
             return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
@@ -220,9 +240,15 @@ class LivePath:
         self._rested_unix_seconds = window.end_unix_seconds + rest_seconds
         judged = self._finder.find(rows)
         if judged is not None:
+            self._count_traffic(judged, complete - self._judged if self._judged >= 0 else len(judged.steps))
             self._judged = complete
             self._drop(complete)
         return judged
+
+    def _count_traffic(self, window: PathWindow, steps: int) -> None:
+        breakdown = where_steps_go([window])
+        if breakdown is not None:
+            self._traffic = add_traffic(self._traffic, breakdown, steps)
 
     def _drop(self, before: int) -> None:
         self._parts = {

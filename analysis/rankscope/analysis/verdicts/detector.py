@@ -13,6 +13,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown
 from rankscope.analysis.step_graph.step_picture import StepPicture
 from rankscope.analysis.verdicts.asynchronous import Cadence, StepCounts, ends_steps_together, split
 from rankscope.analysis.verdicts.critical_path import LivePath
@@ -111,6 +112,7 @@ class JobDetector:
         self._stacks = StackJudge()
         self._hang = HangWatch()
         self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "no window yet")
+        self.breakdown: StepBreakdown | None = None  # where a step goes, if the job is judged by the critical path
 
     @property
     def policy(self) -> Policy:
@@ -196,6 +198,7 @@ class JobDetector:
             # Windows before a gap are no evidence for what comes after it. Between captures there are only gaps.
             self._recent = RecentWindows(self._policy)
         self.verdict = self._with_loss(verdict)
+        self.breakdown = self._path.breakdown(self.verdict)
         return self.verdict
 
     def _with_loss(self, verdict: Verdict) -> Verdict:
@@ -369,6 +372,10 @@ class FleetDetector:
     def picture(self, job: str) -> StepPicture | None:
         judge = self._judges.get(job)
         return None if judge is None else judge.picture
+
+    def breakdown(self, job: str) -> StepBreakdown | None:
+        judge = self._judges.get(job)
+        return None if judge is None else judge.breakdown
 
     def forget(self, job: str) -> None:
         """The job has ended, or its processes are new: the old ones are no evidence."""

@@ -160,9 +160,14 @@ _NAMES_LINES = (Kind.SLOW_RANK, Kind.SLOW_SERVER, Kind.HANG)
 _LATE = {False: "its host is late", True: "its input is late"}
 
 
+def accused(verdict: Verdict) -> str:
+    """`ranks 0 and 1`, `node gpu-17`; empty if no rank is to blame"""
+    return verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
+
+
 def headline(verdict: Verdict) -> str:
     """`rank 2 is slow because of model.py:88 (normalize_features, forward)`"""
-    who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
+    who = accused(verdict)
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
     what = verdict.kind.headline.format(
         who=who,

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from google.protobuf.message import Message
 
-from rankscope.analysis.verdicts.verdict import Verdict, headline
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown, rows
+from rankscope.analysis.verdicts.verdict import Verdict, accused, headline
 from rankscope.common.run_names import run_labels
 from rankscope.common.text import printable
 from rankscope.operator.console.signals import PACE, Signal
@@ -37,6 +38,37 @@ class VerdictAnswer(msgspec.Struct):
     impact_ratio: float | None
     lost_gpu_seconds: float | None
     since_unix_seconds: float
+
+
+class StepPartAnswer(msgspec.Struct):
+    part: str  # "own", "excess", "bubble", "communication" or "unaccounted"
+    text: str
+    seconds: float
+    ratio: float  # of the step
+    stage: int | None  # of own work, where there are several
+    group_kind: str  # of communication; else empty
+    details: str
+
+
+class TrafficAnswer(msgspec.Struct):
+    """Transfers of a step in groups of one kind: the mean of their ranks."""
+
+    group_kind: str
+    groups: int
+    min_ranks: int  # of a group
+    max_ranks: int
+    bytes: float
+    transfer_seconds: float  # on the critical path or beside it
+    bus_bytes_per_second: float | None
+
+
+class BreakdownAnswer(msgspec.Struct):
+    """Where a step goes: the seconds of all parts are those of the step."""
+
+    step_seconds: float
+    steps: int  # of which these are the means
+    parts: list[StepPartAnswer]
+    traffic: list[TrafficAnswer]
 
 
 class RankAnswer(msgspec.Struct):
@@ -72,6 +104,7 @@ class TopRank(RankAnswer):
 class TopRun(RunAnswer):
     """A run of `rankscope top --json`."""
 
+    breakdown: BreakdownAnswer | None  # of a run that is judged by the critical path
     ranks: list[TopRank]
 
 
@@ -145,6 +178,7 @@ class TimeSeries(msgspec.Struct):
 
 
 class RunDetail(RunSummary):
+    breakdown: BreakdownAnswer | None  # of a run that is judged by the critical path
     layout: Layout
     phase_seconds: dict[str, Numbers]  # per step and phase, by rank in the order of the layout
     step_histogram: Histogram | None
@@ -314,6 +348,17 @@ def run_fields(state: JobState) -> dict[str, Any]:
         **{name: getattr(state, name) for name in PACE},
         "verdict": verdict_answer(state.verdict, state.since_unix_seconds),
     }
+
+
+def breakdown_answer(breakdown: StepBreakdown | None, verdict: Verdict) -> BreakdownAnswer | None:
+    if breakdown is None:
+        return None
+    parts = [
+        StepPartAnswer(row.part, row.name, row.seconds, row.ratio, part.stage, part.group_kind, row.details)
+        for part, row in zip(breakdown.parts, rows(breakdown, accused(verdict)), strict=True)
+    ]
+    traffic = [TrafficAnswer(**vars(each)) for each in breakdown.traffic]
+    return BreakdownAnswer(breakdown.step_seconds, breakdown.steps, parts, traffic)
 
 
 def verdict_answer(verdict: Verdict, since_unix_seconds: float) -> VerdictAnswer:

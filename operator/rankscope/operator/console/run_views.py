@@ -23,6 +23,7 @@ from rankscope.operator.console.answers import (
     RunSummary,
     Series,
     TimeSeries,
+    breakdown_answer,
     measured,
     rank_fields,
     run_fields,
@@ -77,6 +78,7 @@ def run_detail(view: RunView, since: float = 0.0, source: PrometheusHistory = NO
     ]
     return RunDetail(
         **_summary_fields(view),
+        breakdown=breakdown_answer(view.state.breakdown, view.state.verdict),
         layout=_layout([view.members[column] for column in columns]),
         phase_seconds={name: numbers(_rows_of(view.ticks[-1:], view, name)[0][columns]) for name in phases},
         step_histogram=_histogram(view),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rankscope.analysis.stats.robust import median_or_nan
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown
 from rankscope.analysis.step_graph.step_picture import StepPicture
 from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
@@ -45,6 +46,7 @@ class JobState:
     window_end_unix_seconds: float = 0.0  # of the evaluated windows; `windows` may be newer
     restarts: int = 0  # that were seen: all processes were replaced
     picture: StepPicture | None = None  # a step that explains the verdict, where the critical path is judged
+    breakdown: StepBreakdown | None = None  # None where the job is not judged by the critical path
 
     @property
     def identities(self) -> Mapping[int, identity_pb2.RankIdentity]:
@@ -166,6 +168,7 @@ class Correlator:
             window_end_unix_seconds=window.end_unix_seconds,
             restarts=self._restarts[job],
             picture=self._fleet.picture(job),
+            breakdown=self._fleet.breakdown(job),
         )
         if before is not None and state.step_seconds is None:
             # A tick without a finished step has no pace; the last known one is kept.

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown, StepPart, Traffic
 from rankscope.analysis.traces.joins.comparison import RankExcess, judgement
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
@@ -44,7 +45,33 @@ def job_status(state: JobState, now: float | None = None) -> pb.JobStatus:
         value = getattr(state, name)
         if value is not None:
             setattr(status, name, value)
+    if state.breakdown is not None:
+        status.breakdown.CopyFrom(_breakdown_message(state.breakdown))
     return status
+
+
+def _breakdown_message(breakdown: StepBreakdown) -> pb.StepBreakdown:
+    parts = [pb.StepPart(**vars(part)) for part in breakdown.parts]
+    traffic = [pb.GroupTraffic(**vars(each)) for each in breakdown.traffic]
+    return pb.StepBreakdown(parts=parts, traffic=traffic, steps=breakdown.steps)
+
+
+def breakdown_of(status: pb.JobStatus) -> StepBreakdown | None:
+    if not status.HasField("breakdown"):
+        return None
+    message = status.breakdown
+    parts = tuple(
+        StepPart(part.part, part.seconds, part.stage if part.HasField("stage") else None, part.group_kind)
+        for part in message.parts
+    )
+    traffic = tuple(
+        Traffic(
+            *(each.group_kind, each.groups, each.min_ranks, each.max_ranks, each.bytes, each.transfer_seconds),
+            each.bus_bytes_per_second if each.HasField("bus_bytes_per_second") else None,
+        )
+        for each in message.traffic
+    )
+    return StepBreakdown(parts, traffic, message.steps)
 
 
 def state_of(status: pb.JobStatus) -> JobState:
@@ -61,6 +88,7 @@ def state_of(status: pb.JobStatus) -> JobState:
         evaluated_unix_seconds=0.0,
         ranks_seen=status.ranks_seen,
         windows=status.ranks,
+        breakdown=breakdown_of(status),
         **known,
     )
 

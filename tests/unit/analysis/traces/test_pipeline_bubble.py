@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from rankscope.analysis.step_graph.window_parts import one_forward_one_backward_ratio
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.communication.parallelism_costs import measure_bubble, one_forward_one_backward_ratio
+from rankscope.analysis.traces.communication.parallelism_costs import measure_bubble
 from rankscope.analysis.traces.trace import Category, Trace
 from tests.unit.analysis.traces.trace_builder import Event, make_trace
 

@@ -124,6 +124,31 @@ def test_long_steps_of_all_ranks_together_are_no_fault_of_one(layout: Layout) ->
     assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
 
 
+@pytest.mark.parametrize("name", ["pp2_dp2_late_host", "pp2_dp2_healthy"])
+def test_where_steps_go_is_known_while_a_job_runs(name: str) -> None:
+    detector = FleetDetector()
+    seen = []
+    for one in windows(read_recording(RECORDINGS / f"{name}.npz").operations):
+        verdict = detector.evaluate({"job": one})["job"]
+        breakdown = detector.breakdown("job")
+        if breakdown is not None:
+            parts = {part.part for part in breakdown.parts}
+            assert ("excess" in parts) == (verdict.kind is Kind.SLOW_RANK)
+            assert breakdown.step_seconds == pytest.approx(sum(part.seconds for part in breakdown.parts))
+            seen.append(breakdown)
+    slow = name == "pp2_dp2_late_host"
+    assert seen[0].step_seconds < 0.13 and (seen[-1].step_seconds > 0.3) == slow
+    totals = [each.totals["data"].bytes for each in seen]
+    assert totals == sorted(totals) and totals[-1] > 50 * seen[-1].traffic[1].bytes
+
+
+def test_a_job_without_operations_has_no_breakdown() -> None:
+    detector = FleetDetector()
+    for one in windows(play(Layout(tensor=2, data=2, steps=40))):
+        detector.evaluate({"job": replace(one, operations=lambda is_sample: [])})
+    assert detector.breakdown("job") is None and detector.breakdown("another") is None
+
+
 PIPELINE = Layout(pipeline=4, micro_batches=8, steps=160)
 
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rankscope.analysis.stats.robust import take_rows
+from rankscope.analysis.step_graph.operations import Operations
 from rankscope.analysis.verdicts.detector import JobDetector
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity
 from rankscope.analysis.verdicts.windows import JobWindow
@@ -13,7 +15,7 @@ from rankscope.operator.correlation.job_service import job_status, verdict_of
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
 from rankscope.v1.window_pb2 import GroupSeat, StepOperations
 from tests.daemon_messages import hold
-from tests.support.step_programs import Fault, Layout, packed, play
+from tests.support.step_programs import BYTES, Fault, Layout, packed, play
 
 SECOND = 1_000_000_000
 
@@ -62,6 +64,44 @@ def test_streamed_windows_become_a_verdict_with_its_start_time() -> None:
     assert (slow.verdict.kind, slow.verdict.culprits, slow.verdict.severity) == (Kind.SLOW_RANK, (1,), Severity.ALARM)
     assert slow.since_unix_seconds == 1014 + 0.1  # the third slow window
     assert slow.step_seconds == 0.105
+
+
+def with_operations(number: int, operations: Operations) -> rank_service_pb2.WatchRanksResponse:
+    """The steps that end in this window of 2 s."""
+    message = tick(number)
+    ends = {
+        step: int(operations.stop_ns[operations.step == step].max()) for step in np.unique(operations.step).tolist()
+    }
+    steps = [step for step, end in ends.items() if end // (2 * SECOND) == number]
+    for window in message.windows:
+        rank = window.identity.rank
+        mine = packed(take_rows(operations, (operations.rank == rank) & np.isin(operations.step, steps)), rank)
+        window.operations.CopyFrom(
+            window_pb2.StepOperations(
+                first_step=mine.first_step,
+                start_nanos=mine.start_ns,
+                tick_nanos=mine.tick_ns,
+                unix_less_gpu_nanos=mine.unix_less_gpu_ns,
+                seats=[window_pb2.GroupSeat(**seat._asdict()) for seat in mine.seats],
+                rows=mine.rows,
+            )
+        )
+    return message
+
+
+def test_operations_of_all_ranks_show_where_a_step_goes() -> None:
+    operations = play(Layout(pipeline=2, data=2, steps=110, noise=0.0))
+    fleet = Fleet()
+    state = fleet.play(*(with_operations(number, operations) for number in range(7)))
+    assert state.breakdown is not None
+    step_seconds = float(operations.stop_ns.max()) / 110 / 1e9
+    assert state.breakdown.step_seconds == pytest.approx(step_seconds, rel=0.02)
+    parts = {(part.part, part.group_kind) for part in state.breakdown.parts}
+    assert parts == {("own", ""), ("bubble", ""), ("communication", "pipeline"), ("communication", "data")}
+    sent = 7 * 2 / step_seconds * BYTES["data"]  # by each rank until now
+    assert state.breakdown.totals["data"].bytes == pytest.approx(sent, rel=0.15)
+    assert fleet.play(tick(7)).breakdown == state.breakdown, "a window without whole steps adds nothing"
+    assert Fleet().play(tick(0)).breakdown is None
 
 
 def test_a_restart_makes_the_old_windows_worthless() -> None:

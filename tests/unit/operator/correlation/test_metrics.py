@@ -16,6 +16,7 @@ from rankscope.operator.correlation.correlator import JobState, LostSeconds
 from rankscope.operator.metrics import Exporter
 from rankscope.v1.identity_pb2 import Program, RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
+from tests.support.breakdowns import a_breakdown
 from tests.unit.operator.correlation.test_correlator import Fleet, tick
 
 HEALTHY = Verdict(Kind.HEALTHY, "all is well")
@@ -50,7 +51,8 @@ def scrape(
 def scrape_everything() -> str:
     """Every family there is."""
     frame = FrameSeen("normalize", "model.py", 88, 0.5, 0.5, "forward")
-    return scrape(state(replace(SLOW, stage=1, cause=Cause("forward", (frame,)))), mfu_target_ratio=0.4, alerts=True)
+    slow = replace(SLOW, stage=1, cause=Cause("forward", (frame,)))
+    return scrape(replace(state(slow), breakdown=a_breakdown(0.3)), mfu_target_ratio=0.4, alerts=True)
 
 
 def samples(text: str, name: str) -> dict[str, float]:
@@ -109,6 +111,35 @@ def test_a_job_that_hangs_has_no_pace() -> None:
     assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward rank=1 run_pod=j-1 verdict=hang": 1}
     assert "rankscope_job_step_seconds{" not in text
     assert "rankscope_job_mfu_ratio{" not in text
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    text = scrape(replace(state(SLOW), breakdown=a_breakdown(0.3)))
+    parts = samples(text, "rankscope_job_step_part_seconds")
+    assert parts == {
+        "kind= part=own stage=0": 0.02,
+        "kind= part=own stage=1": 0.03,
+        "kind= part=excess stage=": 0.3,
+        "kind= part=bubble stage=": 0.01,
+        "kind=tensor part=communication stage=": 0.0399,
+        "kind=global part=communication stage=": 0.0001,
+    }
+    assert sum(parts.values()) == pytest.approx(a_breakdown(0.3).step_seconds)
+
+
+def test_communication_is_counted_by_kind_of_group() -> None:
+    text = scrape(replace(state(), breakdown=a_breakdown()))
+    name = "rankscope_job_communication_"
+    assert samples(text, f"{name}bytes_total") == {"kind=tensor": 2.0**36}
+    assert samples(text, f"{name}transfer_seconds_total") == {"kind=tensor": 51.2}
+    assert samples(text, f"{name}exposed_seconds_total") == {"kind=tensor": 40.9}
+    assert samples(text, f"{name}bus_bandwidth_bytes_per_second") == {"kind=tensor": 80e9}
+
+
+def test_a_job_judged_by_sums_or_hanging_has_no_parts() -> None:
+    hanging = replace(state(replace(SLOW, kind=Kind.HANG)), breakdown=a_breakdown())
+    assert "rankscope_job_step_part_seconds{" not in scrape(state()) + scrape(hanging)
+    assert "rankscope_job_communication_" not in scrape(state())
 
 
 def test_a_culprit_that_stopped_reporting_is_still_named() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints, grouped_median, number_groups, rows_of_groups, take_rows
 from rankscope.analysis.step_graph.group_kinds import GroupKind, declared_kind
+from rankscope.analysis.step_graph.window_parts import one_forward_one_backward_ratio
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import contains, total, uncovered, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
@@ -123,14 +124,6 @@ def _framework(trace: Trace) -> str:
         if names_like(trace, pattern, anywhere=True).any():
             return name
     return ""
-
-
-def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
-    """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1). With an interleaved schedule, each chunk of a micro-batch
-    counts as one."""
-    if stages < 1 or microbatches < 1:
-        raise ValueError(f"stages and micro-batches must be positive, not {stages} and {microbatches}")
-    return (stages - 1) / (microbatches + stages - 1)
 
 
 def _rows_of(collectives: Collectives) -> Ints:
