@@ -19,6 +19,7 @@ SOURCES = [
     *(ROOT / "cli/rankscope/cli").glob("capture*.py"),
     ROOT / "cli/rankscope/cli/connection.py",
     ROOT / "daemon/rankscope/daemon/server/grpc_server.py",
+    ROOT / "daemon/rankscope/daemon/process_files.py",
     ROOT / "daemon/rankscope/common/rank_selection.py",
 ]
 # What stands for something else in a sentence of the page.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def test_a_host_may_wait_for_its_device_at_such_a_line(line: str) -> None:
 )
 def test_a_host_works_at_such_a_line(line: str) -> None:
     assert not waiting_lines(line.encode())
+
+
+def test_a_hostile_line_takes_no_time() -> None:
+    for piece in (b"tensor(", b"float(", b"if a", b"int( "):
+        began = time.process_time()
+        assert not waiting_lines(piece * (MAX_FILE_BYTES // len(piece)))
+        assert time.process_time() - began < 1.0
 
 
 def program(folder: Path, text: str) -> str:

@@ -23,6 +23,8 @@ RANKS_OF_A_KIND = 4
 MAX_BARS = 3000
 MAX_PATH = 1000
 MAX_LATE = 500
+# A picture of the culprit gives way to a newer one that shows at least this share of its loss.
+MIN_SHOWN_LOSS = 0.5
 # Another rank waits meanwhile if it waits for this share of the late time.
 WAITING_SHARE = 0.5
 
@@ -94,6 +96,13 @@ class StepPicture:
         tables = (self, self.bars, self.path, self.focus)
         columns = (getattr(table, field.name) for table in tables if table for field in fields(table))
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
+def better_picture(before: StepPicture | None, picture: StepPicture, culprits: Sequence[int]) -> StepPicture:
+    """Return the newer picture, unless the one before shows a culprit that this one hardly shows."""
+    if before is None or before.focus is None or before.focus.rank not in culprits:
+        return picture
+    return picture if picture.lost_ns >= MIN_SHOWN_LOSS * before.lost_ns else before
 
 
 def draw_step(judged: JudgedSteps, culprits: Collection[int] = ()) -> StepPicture:

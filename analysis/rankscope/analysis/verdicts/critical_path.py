@@ -14,14 +14,14 @@ from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, 
 from rankscope.analysis.step_graph.operations import Operations
 from rankscope.analysis.step_graph.path_windows import (
     MIN_WINDOW_STEPS,
-    JudgedSteps,
     PathFinder,
     PathWindow,
     whole_steps,
 )
 from rankscope.analysis.step_graph.step_breakdown import StepBreakdown, TrafficTotal, add_traffic, summarize
-from rankscope.analysis.step_graph.step_picture import StepPicture, draw_step
+from rankscope.analysis.step_graph.step_picture import StepPicture, better_picture, draw_step
 from rankscope.analysis.step_graph.window_operations import RankOperations, join
+from rankscope.analysis.verdicts.long_steps import LongStepHistory, Stalls
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, ranks
 from rankscope.analysis.verdicts.windows import JobWindow
@@ -40,8 +40,6 @@ MAX_REST_SECONDS = 60.0
 # Sums are used after this many windows without a judgement, or this many times the longest gap until now.
 PATIENCE = 15
 PATIENT_GAPS = 3
-# A picture of the culprit gives way to a newer one that shows at least this share of its loss.
-MIN_SHOWN_LOSS = 0.5
 
 
 class PathFinding(NamedTuple):
@@ -66,12 +64,14 @@ class PathHistory:
             self._slow.clear()
         returns = window.returns
         self._windows.append(window)
-        self._slow.append(returns >= FIXED.path_impact_ratio)
+        _, stage, sizes = np.unique(window.stages, return_inverse=True, return_counts=True)
+        needed = np.where(sizes[stage] > 1, FIXED.path_impact_ratio, FIXED.path_alone_impact_ratio)
+        self._slow.append(returns >= needed)
         slow = np.zeros(len(window.ranks), dtype=bool)
         for rank in np.flatnonzero(self._slow[-1]).tolist():
             losses = np.concatenate([one.losses_ns for one in self._since_slow(rank)])
             slow[rank] = _stands_out(losses, rank, window.stages)
-        lingering = returns >= self._policy.hysteresis * FIXED.path_impact_ratio
+        lingering = returns >= self._policy.hysteresis * needed
         return PathFinding(window, slow, lingering & ~slow)
 
     def _since_slow(self, rank: int) -> list[PathWindow]:
@@ -98,18 +98,26 @@ def _stands_out(losses: Floats, rank: int, stages: Ints) -> bool:
 
 
 def judge_path(windows: Sequence[PathWindow], policy: Policy = DEFAULT_POLICY) -> Verdict:
-    """The ranks that were slow in enough windows of a row."""
+    """The ranks that were slow in enough windows of a row, or stalled."""
     needed = policy.windows_for_alarm
     if len(windows) < needed:
         return Verdict(Kind.INSUFFICIENT_DATA, f"{len(windows)} windows of whole steps; a verdict needs {needed}")
     compared = median_or_nan(np.array([window.compared for window in windows[-policy.windows_kept :]]))
     if not compared >= FIXED.path_compared_share:
         return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
-    history = PathHistory(policy)
+    history, long_steps = PathHistory(policy), LongStepHistory()
     slow = np.array([history.add(window).slow for window in windows])
+    stalls: Stalls | None = None
+    for window in windows:
+        long_steps.add_path(window, policy)
+        stalls = long_steps.found.of_ranks or stalls
     last = range(needed, len(windows) + 1)
     counts = np.array([slow[max(0, end - policy.windows_kept) : end].sum(axis=0) for end in last])
     culprits = np.flatnonzero((counts >= needed).any(axis=0))
+    if not len(culprits) and stalls is not None:
+        verb = "stalls" if len(stalls.ranks) == 1 else "stall"
+        reason = f"{ranks(stalls.ranks)} {verb} {stalls}; {stalls.impact_ratio:.0%} of the time would come back"
+        return Verdict(Kind.SLOW_RANK, reason, Severity.ALARM, culprits=stalls.ranks, impact_ratio=stalls.impact_ratio)
     if not len(culprits):
         last_slow = slow[-(needed - 1) :].all(axis=0)
         if last_slow.any():
@@ -201,11 +209,9 @@ class LivePath:
             return picture
         return replace(picture, focus=None, lost_ns=0)
 
-    def take(self, window: JobWindow, culprits: Sequence[int] = ()) -> PathFinding | Verdict | None:
-        """Judge the steps since the last call; None until all ranks have sent enough of them. `culprits` are those of
-        the standing verdict."""
+    def take(self, window: JobWindow) -> PathFinding | Verdict | None:
+        """Judge the steps since the last call; None until all ranks have sent enough of them."""
         judged = self._window(window)
-        steps, self._finder.judged = self._finder.judged, None
         if judged is None:
             self._missed += 1
             return None
@@ -216,16 +222,13 @@ class LivePath:
         compared = median(self._compared)
         if compared < FIXED.path_compared_share:
             return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
-        finding = self._history.add(judged)
-        if steps is not None:
-            self._draw(steps, culprits or judged.ranks[finding.slow].tolist())
-        return finding
+        return self._history.add(judged)
 
-    def _draw(self, steps: JudgedSteps, culprits: Sequence[int]) -> None:
-        picture, before = draw_step(steps, culprits), self._picture
-        stands = before is not None and before.focus is not None and before.focus.rank in culprits
-        if before is None or not stands or picture.lost_ns >= MIN_SHOWN_LOSS * before.lost_ns:
-            self._picture = picture
+    def draw(self, culprits: Sequence[int]) -> None:
+        """Draw a step of the last window, and forget its operations. `culprits` are those of the verdict on it."""
+        steps, self._finder.judged = self._finder.judged, None
+        if steps is not None:
+            self._picture = better_picture(self._picture, draw_step(steps, culprits), culprits)
 
     def _window(self, window: JobWindow) -> PathWindow | None:
         ranks = window.columns.rank.tolist()

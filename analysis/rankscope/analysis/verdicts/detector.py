@@ -199,6 +199,7 @@ class JobDetector:
             self._recent = RecentWindows(self._policy)
         self.verdict = self._with_loss(verdict)
         self.breakdown = self._path.breakdown(self.verdict)
+        self._path.draw(self.verdict.culprits)
         return self.verdict
 
     def _with_loss(self, verdict: Verdict) -> Verdict:
@@ -276,18 +277,18 @@ class JobDetector:
 
     def _judge_path(self, ready: ReadyWindow) -> Verdict | None:
         self._since_path.append(ready.window)
-        finding = self._path.take(ready.window, self.verdict.culprits)
+        finding = self._path.take(ready.window)
         if finding is None or isinstance(finding, Verdict):
             return finding  # None while the next steps are under way: that alone changes nothing
         # Stacks are recorded now and then, in any of the windows between two of the path.
         since = tuple(self._since_path)
         self._since_path.clear()
         ready = ready._replace(window=replace(ready.window, evidence=lambda: merge_evidence(since)))
-        # Steps of half a second come in few windows, which are long. One of them alone raises no alarm.
-        windows = round(float(finding.window.step_ns.sum()) / 1e9 / self._raw[-1].window_seconds)
-        windows = min(max(windows, 1), self._policy.windows_for_alarm - 1)
         observation = observe_path(ready, finding, self._long_steps, self._policy)
-        return self._recent.decide(observation, self.verdict, windows)
+        # Steps of half a second come in few windows, which are long. One of them alone raises no alarm.
+        is_long = round(float(finding.window.step_ns.sum()) / 1e9 / self._raw[-1].window_seconds) > 1
+        is_clear = observation.impact_ratio >= FIXED.path_clear_impact_ratio
+        return self._recent.decide(observation, self.verdict, 2 if is_long and is_clear else 1)
 
     def _is_partial(self, ready: ReadyWindow) -> bool:
         """Ranks are not compared in a window in which the job starts or ends: its few steps are unlike the others."""

@@ -169,6 +169,12 @@ class FixedThresholds:
         0.05,
         "On the critical path, a rank is slow when this share of a window would come back if it worked as its peers.",
     )
+    path_alone_impact_ratio: float = threshold(
+        0.1, "The same for the only rank of its pipeline stage, which is compared with its own past."
+    )
+    path_clear_impact_ratio: float = threshold(
+        0.2, "From this share on, a window of the path that takes as long as several windows counts as two."
+    )
     path_score: float = threshold(
         4.0, "Its loss must be this far from the usual loss of its peers over the steps.", "standard errors"
     )

@@ -20,6 +20,7 @@ from rankscope.daemon.process_files import FileError, read_source
 
 MAX_FILES: Final = 256
 MAX_FILE_BYTES: Final = 256 << 10
+MAX_LINE_BYTES: Final = 400  # the search takes time by the square of a line's length
 # Reading and searching a file takes up to 5 ms.
 MAX_FILES_READ: Final = 4  # in a recording
 _CUDA: Final = (b"/libcuda.so",)
@@ -82,7 +83,9 @@ class DeviceWaits:
 def waiting_lines(source: bytes) -> frozenset[int]:
     """Return the numbers of the lines at which a host may wait for its device."""
     lines = enumerate(source.split(b"\n"), start=1)
-    return frozenset(number for number, line in lines if _WAITS.search(line.partition(b"#")[0]))
+    return frozenset(
+        number for number, line in lines if len(line) <= MAX_LINE_BYTES and _WAITS.search(line.partition(b"#")[0])
+    )
 
 
 def _is_source(file: str) -> bool:

@@ -88,7 +88,7 @@ def test_what_cannot_be_compared_is_not_called_healthy(layout: Layout) -> None:
 
 
 # Megatron-LM and DeepSpeed's pipeline example, unchanged, on four ranks of one H200, recorded: the ranks that are slow,
-# and the job's own milliseconds a step before the fault and after it.
+# and the job's own milliseconds a step before the fault and after it, in the mean.
 RECORDED: dict[str, tuple[tuple[int, ...], int, int]] = {
     "dp4_healthy": ((), 81, 81),
     "dp4_late_host": ((2,), 80, 204),
@@ -101,7 +101,10 @@ RECORDED: dict[str, tuple[tuple[int, ...], int, int]] = {
     "ep2_healthy": ((), 187, 187),
     "ep2_slow_gpu": ((1,), 187, 242),
     "deepspeed_pp2_dp2_healthy": ((), 290, 290),
+    "deepspeed_pp4_healthy": ((), 241, 241),
     "deepspeed_pp4_late_host": ((2,), 243, 339),
+    "pp2_dp2_gpu_every_10th": ((2,), 118, 158),
+    "pp4_gpu_every_10th": ((2,), 229, 296),
 }
 
 
@@ -112,6 +115,12 @@ def test_the_verdict_on_a_recorded_job_is_right(name: str) -> None:
     assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK if culprits else Kind.HEALTHY, culprits)
     if culprits:
         assert verdict.impact_ratio == pytest.approx(1 - before / after, abs=0.1)
+
+
+def test_a_rank_that_stalls_is_named_with_how_often() -> None:
+    """Of a pipeline with one rank in each stage: all others pass their waits on."""
+    verdict = judge_path(read("pp4_gpu_every_10th.npz"))
+    assert verdict.reason.startswith("rank 2 stalls in every 10th step for 800 ms")
 
 
 # Pipeline 2 x data 2; eight of 16 steps have no records.
