@@ -71,7 +71,7 @@ def late_share(page: Page, row: int) -> float:
     return share
 
 
-def test_the_late_operation_is_seen_at_first_then_the_whole_step(shown: Page) -> None:
+def test_the_late_operation_is_seen_before_the_whole_step(shown: Page) -> None:
     page = shown
     assert page.value(f"{TEXT}.includes({SENTENCE!r})")
     assert late_share(page, 2) > 0.4
@@ -85,7 +85,7 @@ def test_the_late_operation_is_seen_at_first_then_the_whole_step(shown: Page) ->
     page.wait_for(f"{ENDS}[0] === '204 ms'")
 
 
-def test_a_bar_under_the_pointer_says_what_it_is_and_who_is_awaited(shown: Page) -> None:
+def test_a_bar_under_the_pointer_says_who_is_awaited(shown: Page) -> None:
     page = shown
     left, top, width, height = box(page)
     page.point(left + 0.4 * width, top + 0.9 * height)
@@ -121,7 +121,7 @@ def test_it_can_be_read_and_zoomed_without_a_pointer(shown: Page) -> None:
     page.wait_for("document.querySelector('h1').innerText.startsWith('Rank ')")
 
 
-def test_a_newer_step_is_followed_unless_somebody_looks_at_a_part(
+def test_a_newer_step_waits_while_a_part_is_shown(
     shown: Page, played: Played, pictures: dict[str, StepPicture]
 ) -> None:
     page = shown
@@ -167,7 +167,7 @@ def test_nobody_is_accused_on_a_healthy_run(page: Page, pictures: dict[str, Step
         assert not page.value(f"{TEXT}.includes('Late operation')")
 
 
-def test_a_run_that_is_not_judged_by_its_path_has_no_picture(page: Page) -> None:
+def test_a_run_not_judged_by_its_path_has_none(page: Page) -> None:
     played = Played()
     for _ in range(3):
         played.tick()

@@ -32,7 +32,7 @@ ME = os.getpid()
         "flag = torch.tensor([stop], device='cuda')",
     ],
 )
-def test_a_host_may_wait_for_its_device_at_such_a_line(line: str) -> None:
+def test_a_host_may_wait_at_such_a_line(line: str) -> None:
     assert waiting_lines(line.encode()) == {1}
 
 

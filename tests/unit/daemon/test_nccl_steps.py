@@ -83,9 +83,7 @@ def test_a_window_between_nccls_turns_is_not_called_blind(writer: Writer, nccl: 
     assert sample.is_blind and not window_of(sample).problems
 
 
-def test_long_steps_between_nccls_turns_count_though_nobody_is_known_to_be_late(
-    writer: Writer, nccl: NcclWriter
-) -> None:
+def test_long_steps_between_turns_count_for_an_unknown_rank(writer: Writer, nccl: NcclWriter) -> None:
     """What a job loses must not depend on how often NCCL is asked."""
     collector = StepsCollector()
     writer.ring.write_facts({"nccl_descriptor": nccl.descriptor})

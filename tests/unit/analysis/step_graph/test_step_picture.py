@@ -41,7 +41,7 @@ def late() -> StepPicture:
     return drawn(replace(LAYOUT, faults=(Fault(5, LATE_NS, first_step=6, every=6),)), 5)
 
 
-def test_the_step_that_costs_most_is_drawn_with_the_late_stretch_in_focus(late: StepPicture) -> None:
+def test_the_costliest_step_is_drawn_with_its_late_stretch(late: StepPicture) -> None:
     focus = late.focus
     assert focus is not None
     assert (late.step, focus.rank, focus.is_compared_with_past) == (6, 5, False)
@@ -107,7 +107,7 @@ def test_ranks_are_in_the_order_of_stages() -> None:
     assert picture.stages.tolist() == [0] * 4 + [1] * 4
 
 
-def test_a_rank_that_is_alone_in_its_stage_is_compared_with_its_past() -> None:
+def test_a_rank_alone_in_its_stage_has_its_past() -> None:
     layout = Layout(pipeline=4, micro_batches=8, steps=90, faults=(Fault(2, LATE_NS, first_step=80),))
     finder = PathFinder()
     for _ in finder.find_all(play(layout)):
@@ -119,7 +119,7 @@ def test_a_rank_that_is_alone_in_its_stage_is_compared_with_its_past() -> None:
     assert focus.excess_ns == pytest.approx(2 * LATE_NS, rel=0.1), "two layers"
 
 
-def test_of_a_large_job_the_culprit_its_peers_and_those_it_meets_are_drawn() -> None:
+def test_large_jobs_show_the_culprit_and_ranks_near_it() -> None:
     layout = Layout(tensor=4, pipeline=4, data=4, steps=6, faults=(Fault(37, LATE_NS),))
     picture = drawn(layout, 37)
     assert picture.focus is not None

@@ -58,7 +58,7 @@ WAITS_LESS = FrameSeen("validate", "train.py", 599, 0.15, 0.15, "device_sync")
 WAITS_AT_END = FrameSeen("log", "train.py", 640, 0.60, 0.60, "device_sync")
 
 
-def test_a_host_that_waits_for_its_slow_device_in_every_step_is_not_late() -> None:
+def test_a_host_that_waits_for_its_device_is_not_late() -> None:
     """The loop reads a value between forward and backward, so operations are issued when the device is done."""
     stacks = dict.fromkeys(range(4), profile(30, WAITS_LESS, WAITS_AT_END, forward=0.25, device_sync=0.75))
     stacks[2] = profile(30, WAITS, forward=0.25, device_sync=0.75)
@@ -66,7 +66,7 @@ def test_a_host_that_waits_for_its_slow_device_in_every_step_is_not_late() -> No
     assert (cause.bound, cause.phase) == (DEVICE, "device")
 
 
-def test_a_late_host_waits_for_its_device_less_than_its_peers() -> None:
+def test_a_late_host_waits_less_than_its_peers() -> None:
     stacks = dict.fromkeys(range(4), profile(30, WAITS_LESS, WAITS_AT_END, forward=0.25, device_sync=0.75))
     stacks[2] = profile(30, SLEEP, WAITS_LESS, forward=0.75, device_sync=0.25)
     cause = cause_of(HEALTHY.but(synchronises=True, late={2: 0.060}), seen(stacks))

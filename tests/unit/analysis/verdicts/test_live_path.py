@@ -99,7 +99,7 @@ def test_the_slow_rank_is_named_with_its_cost_and_bound(layout: Layout, on_devic
 
 @MANY
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_a_rank_that_is_slow_in_every_tenth_step_is_named_alone(layout: Layout, on_device: bool) -> None:
+def test_a_rank_slow_in_every_tenth_step_is_named_alone(layout: Layout, on_device: bool) -> None:
     """Its waiting ranks pass their waits on: sums of waiting name several ranks."""
     layout, rank = replace(layout, steps=300), layout.world // 2
     slow = replace(layout, faults=(Fault(rank, 40_000_000, every=10, first_step=80, on_device=on_device),))
@@ -118,7 +118,7 @@ def test_a_rank_that_is_slow_in_every_tenth_step_is_named_alone(layout: Layout, 
 
 
 @MANY
-def test_long_steps_of_all_ranks_together_are_no_fault_of_one(layout: Layout) -> None:
+def test_long_steps_of_all_ranks_name_nobody(layout: Layout) -> None:
     faults = tuple(Fault(rank, 40_000_000, every=10) for rank in range(layout.world))
     given = verdicts(play(replace(layout, faults=faults)))
     assert {one.kind for one in given} == {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
@@ -207,7 +207,7 @@ def pictures(name: str) -> list[tuple[Verdict, StepPicture | None]]:
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_the_picture_of_a_real_job_has_the_culprit_in_focus_while_the_verdict_stands(name: str) -> None:
+def test_the_culprit_is_in_focus_while_the_verdict_stands(name: str) -> None:
     shown = pictures(name)
     focused = [picture.focus.rank if picture and picture.focus else None for _, picture in shown]
     assert focused == [verdict.culprits[0] if verdict.culprits else None for verdict, _ in shown]
@@ -220,13 +220,13 @@ def test_the_picture_of_a_real_job_has_the_culprit_in_focus_while_the_verdict_st
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_nobody_is_in_focus_in_the_picture_of_a_real_healthy_job(name: str) -> None:
+def test_a_real_healthy_job_has_nobody_in_focus(name: str) -> None:
     shown = [picture for _, picture in pictures(name) if picture is not None]
     assert shown
     assert all(picture.focus is None for picture in shown)
 
 
-def test_a_step_that_shows_more_of_the_loss_stays_while_the_finding_stands() -> None:
+def test_a_step_that_shows_more_of_the_loss_stays() -> None:
     faults = (Fault(2, 4_000_000), Fault(2, 60_000_000, every=40))
     detector, shown = FleetDetector(), list[int]()
     for one in windows(play(replace(LAYOUTS["pp2 dp2"], faults=faults))):
@@ -239,7 +239,7 @@ def test_a_step_that_shows_more_of_the_loss_stays_while_the_finding_stands() -> 
     assert len(later) > 3, "of windows between them, too"
 
 
-def test_a_job_that_is_forgotten_or_not_judged_by_the_path_has_no_picture() -> None:
+def test_a_job_not_judged_by_the_path_has_no_picture() -> None:
     detector = FleetDetector()
     assert detector.picture("job") is None
     given = list(windows(play(LAYOUTS["pp2 dp2"])))

@@ -203,7 +203,7 @@ def test_a_job_that_cannot_be_judged_blocks_no_other_verdict(monkeypatch: pytest
     assert asked.count(5) == 2  # with the others, and by itself; then it was left out
 
 
-def test_the_state_has_a_picture_of_a_step_that_explains_the_verdict() -> None:
+def test_the_state_has_a_picture_that_explains_the_verdict() -> None:
     operations = play(Layout(pipeline=2, data=2, steps=100, faults=(Fault(2, 20_000_000),)))
     messages = []
     for number in range(10):
