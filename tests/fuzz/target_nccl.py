@@ -8,18 +8,22 @@ import math
 import os
 import warnings
 import zlib
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 
 from rankscope.analysis.step_graph.window_operations import MAX_ROWS, join
+from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS
 from rankscope.analysis.verdicts.windows import MAX_COMMUNICATORS
+from rankscope.daemon.samples import StepSample
 from rankscope.daemon.steps import nccl_bandwidth
 from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, OTHER_FUNCTION, RECORD_DTYPE
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RECORD_DTYPE as STEP_DTYPE
 from rankscope.daemon.steps.ring_reader import RingError
 from rankscope.daemon.steps.step_operations import Role
+from rankscope.daemon.steps.unmarked_steps import PeriodProgress, read_unmarked_steps
 from rankscope.probe import nccl_layout, ring_layout
 from rankscope.probe.ring import sealed_memory
 from tests.fuzz.checking import check_text
@@ -28,13 +32,16 @@ from tests.fuzz.mutating import Mutator
 RECORDS = 64
 SIZE_LIMIT = nccl_layout.HEADER_BYTES + RECORDS * nccl_layout.RECORD.size
 STEP_NS = 50_000_000
+# The shape of the loop's steps.
+LOOP = (1, 1, 1 << 20, 1)
 FUNCTIONS = {*nccl_layout.FUNCTIONS, OTHER_FUNCTION}
 _OWNER = 77
 _FIXED = nccl_layout.FIXED.size
 
 
-def _seed(written: int, interface: int = 5) -> bytes:
-    """Two communicators, in steps of 50 ms; the timer of the GPU is an hour ahead of the host's clock."""
+def _seed(written: int, interface: int = 5, is_loop: bool = False) -> bytes:
+    """Two communicators, in steps of 50 ms; the timer of the GPU is an hour ahead of the host's clock. A loop has one
+    operation, again and again."""
     head = bytearray(nccl_layout.HEADER_BYTES)
     head[: _FIXED + 4] = nccl_layout.fixed_part(_OWNER)
     nccl_layout.COUNTERS.pack_into(head, nccl_layout.COUNTERS_OFFSET, written, 0)
@@ -51,10 +58,17 @@ def _seed(written: int, interface: int = 5) -> bytes:
     made["stop_ns"] = made["seen_ns"] + 3_600_000_000_000 - 5_000
     made["start_ns"] = made["stop_ns"] - 4_000_000
     made["communicator"], made["function"], made["bytes"] = 1 + numbers % 2, 1 + numbers % 11, 1 << 20
+    if is_loop:
+        made["communicator"], made["function"], made["sequence"], made["issued_ns"] = 1, 1, numbers, made["seen_ns"]
     return bytes(head) + made.tobytes()
 
 
-SEEDS = [_seed(RECORDS), _seed(nccl_layout.CAPACITY * 3 + RECORDS), _seed(RECORDS, interface=0)]
+SEEDS = [
+    _seed(RECORDS),
+    _seed(nccl_layout.CAPACITY * 3 + RECORDS),
+    _seed(RECORDS, interface=0),
+    _seed(RECORDS, is_loop=True),
+]
 TOKENS = [nccl_layout.MAGIC, b"\xff" * 8, b"\0" * 8, (1 << 62).to_bytes(8, "little"), (1 << 63).to_bytes(8, "little")]
 
 
@@ -75,6 +89,7 @@ def run(data: bytes) -> None:
             warnings.simplefilter("error")  # numpy's: an overflow, a NaN made an integer
             for before in (NcclProgress(), NcclProgress(memory_id, 0), NcclProgress(memory_id, 30)):
                 _look(f"/proc/self/fd/{descriptor}", before)
+            _look_without_ring(f"/proc/self/fd/{descriptor}", memory_id)
     finally:
         os.close(descriptor)
 
@@ -90,6 +105,28 @@ def _look(link: str, before: NcclProgress) -> None:
         return
     for times in (found, again):
         check_times(times, len(steps))
+
+
+def _look_without_ring(link: str, memory_id: int) -> None:
+    """The operations alone, of a rank whose loop marks no steps; a second time from where the first ended."""
+    progress = PeriodProgress(memory_id, LOOP, since_ns=-1_000_000_000_000, looks=9)
+    for _ in range(2):
+        try:
+            sample, progress = read_unmarked_steps(link, _OWNER, progress, replace(_role(1), world_size=4), 0)
+        except RingError:
+            return
+        if sample is not None:
+            check_sample(sample)
+
+
+def check_sample(sample: StepSample) -> None:
+    seconds = sample.step_seconds
+    assert len(seconds) < RECORDS and (seconds > 0).all() and (seconds <= MAX_STEP_SECONDS).all()
+    assert (sample.run_ahead_seconds >= 0).all() and (sample.host_seconds >= 0).all()
+    assert 0 <= sample.steps_lost <= sample.steps_total <= 1 << 33
+    assert len(sample.groups) <= ring_layout.MAX_GROUPS
+    if sample.operations is not None:
+        assert 0 < sample.operations.size <= MAX_ROWS
 
 
 def _role(first_step: int) -> Role:

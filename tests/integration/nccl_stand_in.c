@@ -2,7 +2,8 @@
  * Each communicator has a thread that issues operations, as the caller of NCCL does, and one that plays their kernels, as
  * NCCL's proxy does. Cases: plain, graph (one operation is played many times), fork, again (all communicators are
  * destroyed, the library is unloaded and loaded again), many (more communicators than the plugin knows), stuck (the last
- * operation never ends, as one that another rank does not enter). */
+ * operation never ends, as one that another rank does not enter), loop (so many operations after each pause, until the
+ * input ends, by a timer that is an hour ahead). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -10,7 +11,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <poll.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 struct description {
@@ -97,6 +100,18 @@ static void *run(void *argument) {
   return NULL;
 }
 
+static void loop(struct communicator *on) {
+  struct pollfd input = {.fd = 0, .events = POLLIN};
+  for (long number = 0; poll(&input, 1, 20) == 0;) { /* a pause of 20 ms */
+    for (long end = number + operations; number < end; number++) {
+      struct timespec now;
+      void *operation = issue(on, number);
+      clock_gettime(CLOCK_MONOTONIC, &now);
+      play(on, operation, (now.tv_sec + 3600) * 1000000 + now.tv_nsec / 1000);
+    }
+  }
+}
+
 int main(int count, char **words) {
   if (count != 6) return 2;
   version = atoi(words[2]);
@@ -114,6 +129,7 @@ int main(int count, char **words) {
       waitpid(child, &status, 0);
       if (status) return 4;
     }
+    if (!strcmp(words[5], "loop")) return loop(&all[0]), 0;
     for (int n = 0; n < communicators; n++) pthread_create(&threads[n], NULL, run, &all[n]);
     for (int n = 0; n < communicators; n++) pthread_join(threads[n], NULL);
     plugin->start(NULL, &(void *){NULL}, &(struct description){.type = 2}); /* of a communicator without context */

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rankscope.daemon.samples import RankProcess, Span, StepSample
+from rankscope.daemon.steps import unmarked_steps
+from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.daemon.steps.nccl_reader import NcclMemory, Table, communicators, read_memory, read_records
 from rankscope.probe import nccl_layout
 from rankscope.probe.nccl_plugin import NcclPlugin, library
@@ -58,6 +63,19 @@ class Player:
         memory = read_memory(self.descriptor)
         records = read_records(self.descriptor, 0, memory.written)
         return Played(memory, records.table, records.overwritten)
+
+    @contextmanager
+    def loop(self, operations: int) -> Iterator[int]:
+        """The process' id, while it runs."""
+        words = [self._program, library(), 5, 1, operations, "loop"]
+        with subprocess.Popen(
+            [str(word) for word in words],
+            env={**os.environ, nccl_layout.VARIABLE: self.plugin.variable},
+            pass_fds=[self.descriptor],
+            preexec_fn=lambda: os.pwrite(self.descriptor, nccl_layout.fixed_part(os.getpid()), 0),
+            stdin=subprocess.PIPE,
+        ) as process:
+            yield process.pid
 
 
 @pytest.fixture
@@ -141,3 +159,19 @@ def test_memory_of_another_process_is_not_touched(player: Player) -> None:
         [str(word) for word in words], env=environment, pass_fds=[player.descriptor], check=True, timeout=120
     )
     assert read_memory(player.descriptor).written == own.memory.written == 10
+
+
+def test_a_loop_without_steps_has_those_of_its_operations(player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a ring of the probe: its memory is found by its name."""
+    monkeypatch.setattr(unmarked_steps, "MIN_SECONDS", 0.5)
+    with player.loop(operations=50) as pid:
+        rank = RankProcess("loop", 2, 0, 4, pid, 1, (pid,))
+        collector, sample = StepsCollector(), None
+        give_up_at = time.monotonic() + 120
+        while sample is None and time.monotonic() < give_up_at:
+            now = time.time_ns()
+            sample = collector.collect([rank], Span(now - 2_000_000_000, now)).get(rank.key)
+            time.sleep(0.3)
+        assert isinstance(sample, StepSample)
+        assert len(sample.step_seconds) > 0 and sample.steps_total >= len(sample.step_seconds)
+        assert {(rate.function, rate.bytes_per_step) for rate in sample.collectives} == {("all_reduce", 50 * BYTES)}

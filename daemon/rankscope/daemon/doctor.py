@@ -84,7 +84,9 @@ def rank_finding(rank: RankProcess, ring: bool | None, wait: WaitMeasured | None
     if ring is None:
         missing.append("run the daemon as root or with CAP_SYS_PTRACE to read its steps")
     elif not ring:
-        missing.append("start it with RANKSCOPE_PROBE=1 for step times, causes and MFU")
+        missing.append(
+            "start it with RANKSCOPE_PROBE=1 for step times, causes and MFU; with it, the first step makes the ring"
+        )
     if wait is not None and wait.next_step:
         missing.append(wait.next_step)
     if kineto and not teardown:

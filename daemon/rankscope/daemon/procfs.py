@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.daemon.blocking_reads import BlockedError, BlockingReads
-from rankscope.probe import ring_layout
+from rankscope.probe import nccl_layout, ring_layout
 
 # What any read of /proc/<pid> raises when the process ended in between (ENOENT before the open, ESRCH after it).
 GONE: Final = (FileNotFoundError, ProcessLookupError)
@@ -31,6 +31,7 @@ DESCRIPTORS_PER_LOOK: Final = 512
 PASSES_PER_PAUSE: Final = 8
 MAX_THREADS: Final = 4096
 RING_LINKS: Final = (f"/memfd:{ring_layout.RING_NAME} (deleted)", f"/memfd:{ring_layout.RING_NAME}")
+NCCL_LINKS: Final = (f"/memfd:{nccl_layout.MEMORY_NAME} (deleted)", f"/memfd:{nccl_layout.MEMORY_NAME}")
 READ_WRITE: Final = stat.S_IRUSR | stat.S_IWUSR
 
 _NS_GET_PARENT: Final = 0xB702
@@ -350,6 +351,11 @@ class RingSearch(DescriptorSearch):
     def look_at_preferred(self) -> str | None:
         """A few system calls, whatever the process has open."""
         return next((self._link(number) for number in ring_layout.DESCRIPTORS if self._is_at(number)), None)
+
+
+def nccl_search(process: str, longest_pause: int) -> DescriptorSearch:
+    """Finds the memory of NCCL's plugin where no ring tells its descriptor."""
+    return DescriptorSearch(process, NCCL_LINKS.__contains__, READ_WRITE, longest_pause)
 
 
 def may_have_ring(process: str, is_python: bool) -> bool:

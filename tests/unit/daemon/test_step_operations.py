@@ -172,3 +172,10 @@ def test_no_operations_are_those_of_no_tensor_parallel_rank() -> None:
     assert not is_tensor_parallel(records, 2048, 4, STEP_MS * MS)
     records["bytes"] += np.arange(len(records), dtype=np.uint64)
     assert not is_tensor_parallel(records, 4, 4, STEP_MS * MS), "buckets of gradients differ in size"
+
+
+def test_a_step_that_is_known_is_not_added_again() -> None:
+    """A rank without a ring hands over the step before, which begins the next one, as one that is not whole."""
+    known = StepEnds(np.array([7, 8]), np.array([70, 80]), np.array([True, True]))
+    steps = known.followed_by(StepEnds(np.array([8, 9]), np.array([80, 90]), np.array([False, True])))
+    assert steps.number.tolist() == [7, 8, 9] and steps.is_whole.all()

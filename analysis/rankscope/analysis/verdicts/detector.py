@@ -25,7 +25,7 @@ from rankscope.analysis.verdicts.own_past import OwnPast
 from rankscope.analysis.verdicts.rules import HEALTHY, Damper, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
-from rankscope.analysis.verdicts.stack_verdict import StackJudge
+from rankscope.analysis.verdicts.stack_verdict import NO_STEPS, StackJudge
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, ranks
 from rankscope.analysis.verdicts.window_merge import merge_evidence, merge_windows
@@ -40,7 +40,7 @@ GAPS_WAITED = 3
 MAX_PATIENCE = 150
 # A finding of captures stands until so many more could have come.
 CAPTURES_MISSED = 3
-# Windows in which some ranks have steps and others never had any.
+# Windows in which some ranks have steps and others never had any, or none has any more.
 UNKNOWN_WINDOWS = 10
 # Between two windows of the critical path.
 MAX_WINDOWS_OF_EVIDENCE = 16
@@ -103,6 +103,7 @@ class JobDetector:
         self._since_path: deque[JobWindow] = deque(maxlen=MAX_WINDOWS_OF_EVIDENCE)
         self._step_counts = StepCounts()
         self._steps_seen = 0.0
+        self._without_steps = 0  # windows in a row
         self._filled_ratio = 0.0  # of the fullest window
         self._unmeasured = 0
         self._patience = policy.windows_kept  # for windows in which waiting was not measured
@@ -149,7 +150,10 @@ class JobDetector:
         fewest = steps.min(initial=np.inf)
         if fewest >= STEPS_PER_WINDOW and not self._pending and not window.is_captured:
             return window
-        if np.isnan(fewest) and np.isnan(steps).all():
+        self._without_steps = self._without_steps + 1 if np.isnan(steps).all() else 0
+        if self._without_steps:
+            if self._without_steps == UNKNOWN_WINDOWS and not self._captures.count:
+                self._steps_seen = 0.0  # what was said of the steps does not hold for what the job does now
             return None  # nothing to gather; between two captures there may be thousands of these
         # Recorded steps are slower than those around them, of which only the length is known.
         pending = self._pending_captures if window.is_captured else self._pending
@@ -303,7 +307,7 @@ class JobDetector:
         reason = f"no steps of {ranks(unknown)} are known; if it trains, call rankscope.probe.step() after each step"
         return Verdict(Kind.INSUFFICIENT_DATA, reason)
 
-    def _judge_stacks(self, missing: str = "no step records") -> Verdict:
+    def _judge_stacks(self, missing: str = NO_STEPS) -> Verdict:
         return self._stacks.judge(list(self._raw), self._policy, missing)
 
     def _judge_captures(self, ready: ReadyWindow) -> Verdict:

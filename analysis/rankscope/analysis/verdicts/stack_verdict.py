@@ -1,5 +1,6 @@
 """Level 0: no step is known, only where each rank's training thread was seen. It names a rank only when its own work
-exceeds that of every peer *and* its waiting is missing; otherwise it abstains."""
+exceeds that of every peer *and* its waiting is missing; otherwise it abstains. Equal stacks do not show that a job is
+healthy: a loss that all ranks share, or that sits in few steps, is not seen in them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severit
 from rankscope.analysis.verdicts.window_merge import merge_evidence
 from rankscope.analysis.verdicts.windows import EXCUSED_PHASES, JobWindow, StackProfile, step_phase
 
+NO_STEPS = "no steps are known"
+NEXT_STEP = "next step: the probe; in a loop without an optimizer, call rankscope.probe.step() after each step"
 TRAINING_PHASES = frozenset({*WAITING_PHASES, "input", "forward", "backward_code", "optimizer"})
 PEERS_COMPARED = 64
 
@@ -106,7 +109,7 @@ class StackJudge:
         self._suspect: int | None = None
         self._history = StackHistory()
 
-    def judge(self, windows: Sequence[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
+    def judge(self, windows: Sequence[JobWindow], policy: Policy, missing: str = NO_STEPS) -> Verdict:
         """`windows` are the latest, oldest first, one more than in the call before. `missing` is the reason why there
         are only stacks."""
         verdict = _judge_windows(windows, policy, missing)
@@ -131,7 +134,8 @@ def _judge_windows(windows: Sequence[JobWindow], policy: Policy, missing: str) -
     """Stacks of two stretches of time must agree. Overlapping ones would not be independent."""
     length = policy.stack_windows
     if len(windows) < 2 * length:
-        return _abstain(missing, f"{len(windows)} of {2 * length} windows of stacks gathered")
+        reason = f"{missing}; {len(windows)} of {2 * length} windows of stacks gathered"
+        return Verdict(Kind.INSUFFICIENT_DATA, reason, confidence=Confidence.LOW)
     older, newer = (_compare(half, policy) for half in (windows[-2 * length : -length], windows[-length:]))
     suspect = newer.suspect
     if suspect is not None and older.suspect is not None and older.suspect.rank == suspect.rank:
@@ -153,6 +157,8 @@ def _judge_windows(windows: Sequence[JobWindow], policy: Policy, missing: str) -
         return _abstain(missing, whole.reason)
     if not _can_rule_out(whole.samples, policy):
         return _abstain(missing, f"{whole.samples} stack samples of a rank are too few to rule out a slow one")
+    if missing == NO_STEPS:
+        return _abstain(missing, "no rank stands out in its stacks")
     return Verdict(Kind.HEALTHY, f"no rank stands out in its stacks; {missing}", confidence=Confidence.LOW)
 
 
@@ -173,4 +179,5 @@ def _compare(windows: Sequence[JobWindow], policy: Policy) -> StackVerdict:
 
 
 def _abstain(missing: str, reason: str) -> Verdict:
-    return Verdict(Kind.INSUFFICIENT_DATA, f"{missing}; {reason}", confidence=Confidence.LOW)
+    advice = f" ({NEXT_STEP})" if missing == NO_STEPS else ""
+    return Verdict(Kind.INSUFFICIENT_DATA, f"{missing}; {reason}{advice}", confidence=Confidence.LOW)

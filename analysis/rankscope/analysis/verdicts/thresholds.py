@@ -195,6 +195,9 @@ class FixedThresholds:
     transfer_noise_ratio: float = threshold(
         0.08, "Members of a group do not wait when they differ by less than this share of the transfer."
     )
+    unmarked_steps_ratio: float = threshold(
+        1.8, "Ranks of a loop without an optimizer do not see the same steps from this ratio of their lengths on."
+    )
     wait_of_step_ratio: float = threshold(
         1.02, "A wait is not used from this ratio to its step: clocks and rounding explain less."
     )

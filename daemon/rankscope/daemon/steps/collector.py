@@ -15,7 +15,7 @@ from rankscope.analysis.stats.robust import Ints
 from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
-from rankscope.daemon.procfs import RingSearch
+from rankscope.daemon.procfs import DescriptorSearch, RingSearch
 from rankscope.daemon.samples import GroupSpan, ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import long_steps, ring_reader, step_columns
 from rankscope.daemon.steps.host_pace import HostSteps
@@ -24,6 +24,7 @@ from rankscope.daemon.steps.nccl_inspector import InspectorLog
 from rankscope.daemon.steps.nccl_times import NcclProgress, NcclTimes, read_nccl
 from rankscope.daemon.steps.ring_reader import RingError
 from rankscope.daemon.steps.step_operations import Role
+from rankscope.daemon.steps.unmarked_steps import PeriodProgress, read_unmarked_steps
 from rankscope.probe import nccl_plugin, ring_layout
 
 MAX_STEPS_PER_SECOND = 1_000_000
@@ -33,6 +34,7 @@ MAX_COUNTER = 1 << 53
 WARM_UP_STEPS = 64
 # A rank with many descriptors and no ring is searched less and less often, after this many windows at the latest.
 WINDOWS_LEFT_OUT = 8
+NO_NUMBERS: Ints = np.zeros(0, dtype=np.int64)
 
 
 def wall_minus_monotonic_ns() -> int:
@@ -58,7 +60,8 @@ class _Progress:
 
 
 class StepsCollector(Collector[StepSample]):
-    """A rank without a ring has no entry: it runs without the probe, which is not a problem."""
+    """A rank without a ring has no entry, unless its operations have a period: it runs without the probe, or nothing in
+    it ends a step. Neither is a problem."""
 
     name = "steps"
 
@@ -70,6 +73,8 @@ class StepsCollector(Collector[StepSample]):
         self._wall_minus_monotonic_ns = wall_minus_monotonic_ns
         self._progress: dict[RankKey, _Progress] = {}
         self._searches: dict[RankKey, RingSearch] = {}
+        self._periods: dict[RankKey, PeriodProgress] = {}
+        self._nccl_searches: dict[RankKey, DescriptorSearch] = {}
 
     @classmethod
     def from_config(cls, config: Config) -> StepsCollector:
@@ -81,6 +86,8 @@ class StepsCollector(Collector[StepSample]):
             for rank in ranks
         }
         self._progress = {key: progress for key, progress in self._progress.items() if key in self._searches}
+        self._periods = {key: progress for key, progress in self._periods.items() if key in self._searches}
+        self._nccl_searches = {key: search for key, search in self._nccl_searches.items() if key in self._searches}
         found: dict[RankKey, StepSample | Problem] = {}
 
         def read(rank: RankProcess) -> None:
@@ -110,7 +117,9 @@ class StepsCollector(Collector[StepSample]):
         fd = ring_reader.open_found(self._searches[rank.key])
         if fd is None:
             self._progress.pop(rank.key, None)
-            return None
+            return self._read_unmarked(rank, span)
+        for known in (self._periods, self._nccl_searches):
+            known.pop(rank.key, None)
         try:
             header = ring_reader.read_header(fd)
             own_pid = rank.namespace_pids[-1] if rank.namespace_pids else rank.pid
@@ -126,6 +135,23 @@ class StepsCollector(Collector[StepSample]):
             return sample
         finally:
             os.close(fd)
+
+    def _read_unmarked(self, rank: RankProcess, span: Span) -> StepSample | None:
+        """Memory of NCCL's plugin that cannot be right is as none."""
+        process = f"{self._proc_root}/{rank.pid}"
+        search = self._nccl_searches.setdefault(rank.key, procfs.nccl_search(process, WINDOWS_LEFT_OUT))
+        before = self._periods.pop(rank.key, PeriodProgress())
+        try:
+            link = search.look()
+            if link is None:
+                return None
+            offset_ns = procfs.monotonic_offset_ns(process) - procfs.monotonic_offset_ns("/proc/self")
+            role = Role(rank.rank, rank.world_size, NO_NUMBERS, self._clock_ns(span) - offset_ns)
+            own_pid = rank.namespace_pids[-1] if rank.namespace_pids else rank.pid
+            sample, self._periods[rank.key] = read_unmarked_steps(link, own_pid, before, role, span.start_unix_nanos)
+        except (OSError, RingError):
+            return None
+        return sample
 
     def _progress_of(self, rank: RankProcess, header: ring_reader.Header, span: Span) -> _Progress:
         """Where to continue. After an exec the same process has another ring."""

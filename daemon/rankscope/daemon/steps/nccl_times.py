@@ -92,17 +92,30 @@ def _read_times(
         return NcclTimes(), before
     records = nccl_reader.read_records(fd, before.read, memory.written)
     timed_rows = operations(records.table, memory.communicators)
-    times_of_steps, progress = _times_of(timed_rows, records, memory.communicators, before, steps, is_long)
+    return times_and_operations(timed_rows, records, memory.communicators, before, steps, is_long, role)
+
+
+def times_and_operations(
+    timed_rows: Operations,
+    records: NcclRecords,
+    communicators: Table,
+    before: NcclProgress,
+    steps: Records,
+    is_long: Mask | None,
+    role: Role | None,
+) -> tuple[NcclTimes, NcclProgress]:
+    """The times of these steps and, where ranks have different roles, their operations."""
+    times_of_steps, progress = _times_of(timed_rows, records, communicators, before, steps, is_long)
     if role is None:
         return times_of_steps, progress
     is_whole = ((steps["flags"] & ring_layout.FLAG_NCCL) != 0) & (steps["steps"] == 1)
     held = before.held
-    if not have_roles(records.table, memory.communicators, role.world_size):
+    if not have_roles(records.table, communicators, role.world_size):
         whole, step_ns = int(is_whole.sum()), float(np.median(steps["span_ns"]))
         if not held.is_tensor_parallel and not is_tensor_parallel(records.table, role.world_size, whole, step_ns):
             return times_of_steps, progress
         held = replace(held, is_tensor_parallel=True)
-    timed = _timed(timed_rows, records.table, memory.communicators)
+    timed = _timed(timed_rows, records.table, communicators)
     # A host may issue the operations of steps that its device begins much later.
     ends = StepEnds(role.step_numbers, np.maximum.accumulate(steps["host_end_ns"]), is_whole)
     rows, held = held.advance(timed, ends, role)

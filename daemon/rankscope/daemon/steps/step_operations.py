@@ -51,6 +51,8 @@ class StepEnds:
     is_whole: Bools  # all operations of the step are recorded
 
     def followed_by(self, later: StepEnds) -> StepEnds:
+        if len(self.number):
+            later = take_rows(later, later.number > self.number[-1])
         return take_rows(join_rows([self, later]), slice(-MAX_STEPS_KNOWN, None))
 
 

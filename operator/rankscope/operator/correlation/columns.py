@@ -18,6 +18,7 @@ from rankscope.analysis.step_graph.window_operations import RankOperations
 from rankscope.analysis.verdicts.exposed_communication import POINT_TO_POINT, GroupSpans, group_waits
 from rankscope.analysis.verdicts.figures import MAX_STEP_SECONDS, OF_RULES, WindowFigures
 from rankscope.analysis.verdicts.host_pace import own_pace
+from rankscope.analysis.verdicts.thresholds import FIXED
 from rankscope.analysis.verdicts.window_columns import by_name, columns, of_groups
 from rankscope.analysis.verdicts.windows import (
     MAX_COMMUNICATORS,
@@ -120,9 +121,23 @@ def _add_device_waits(figures: WindowFigures, groups: Floats, captured: Bools, j
     figures.self_seconds[timed] = waits.self_seconds
     figures.wait_seconds[timed] = waits.wait_seconds
     figures.transfer_seconds[timed] = waits.transfer_seconds
+    _leave_out_other_steps(figures, timed, job[timed])
     hidden = _add_hidden_hosts(figures, timed, job[timed])
     most = np.bincount(job[hidden], minlength=jobs) > np.bincount(job, minlength=jobs) / 2
     return [bool(is_most) for is_most in most]
+
+
+def _leave_out_other_steps(figures: WindowFigures, timed: Ints, job: Ints) -> None:
+    """In a loop that marks no steps, each rank finds them by itself. No times are compared where one rank sees one step
+    and others several."""
+    is_unmarked = np.isnan(figures.checkpoint_seconds[timed])  # the probe times those of each step that is marked
+    if not is_unmarked.any():
+        return
+    rows, (group, count) = timed[is_unmarked], number_groups(job[is_unmarked])
+    seconds = figures.step_seconds[rows]
+    is_apart = grouped_max(seconds, group, count) >= FIXED.unmarked_steps_ratio * grouped_min(seconds, group, count)
+    for column in (figures.self_seconds, figures.wait_seconds, figures.transfer_seconds):
+        column[rows[is_apart[group]]] = np.nan
 
 
 def _add_hidden_hosts(figures: WindowFigures, timed: Ints, job: Ints) -> Ints:

@@ -75,19 +75,22 @@ def test_enough_captured_steps_name_a_slow_rank_with_low_confidence(steps: int, 
 @pytest.mark.parametrize("steps", [2, 5])
 def test_a_healthy_job_stays_silent(steps: int) -> None:
     for seed in range(5):
-        assert {verdict.kind for verdict in watch(*[HEALTHY] * 16, steps=steps, seed=seed)} == {Kind.HEALTHY}
+        kinds = [verdict.kind for verdict in watch(*[HEALTHY] * 16, steps=steps, seed=seed)]
+        assert {*kinds[14:]} == {Kind.HEALTHY}
+        assert {*kinds[:3]} == {Kind.INSUFFICIENT_DATA}, "before 20 steps are captured"
+        assert {*kinds} == {Kind.HEALTHY, Kind.INSUFFICIENT_DATA}
 
 
 def test_one_bad_capture_is_no_evidence_for_later_windows() -> None:
     verdicts = list(watch(*[HEALTHY] * 6, SLOW, after=APART, evidence=stacks()))
-    assert {verdict.kind for verdict in verdicts} == {Kind.HEALTHY}
+    assert {verdict.kind for verdict in verdicts[6:]} == {Kind.HEALTHY}
 
 
 def test_captured_findings_stand_between_captures_and_then_expire() -> None:
     verdicts = list(watch(*[SLOW] * 6, after=4 * APART))
-    between, after = verdicts[6 : 6 + 2 * APART], verdicts[6 + 3 * APART :]
+    between, after = verdicts[6 : 6 + 2 * APART], verdicts[6 + 4 * APART - 5 :]
     assert {verdict.kind for verdict in between} == {Kind.SLOW_RANK}
-    assert {verdict.kind for verdict in after} == {Kind.HEALTHY}
+    assert {verdict.kind for verdict in after} == {Kind.INSUFFICIENT_DATA}  # equal stacks show nothing
 
 
 def test_a_rank_that_recovers_is_let_go_by_later_captures() -> None:

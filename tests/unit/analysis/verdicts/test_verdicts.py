@@ -418,18 +418,19 @@ def test_a_line_is_named_only_where_it_explains_the_excess() -> None:
     assert lines[5] == ("forward", None) and lines[-1] == ("forward", 88)
 
 
+def without_steps(window: JobWindow) -> JobWindow:
+    identity = ("job", "rank", "stage", "place")
+    unknown = {f.name: np.full(4, np.nan) for f in fields(RankColumns) if f.name not in identity}
+    return replace(window, columns=replace(window.columns, **unknown))
+
+
 class TestStacksAlone:
     def judge(self, profiles: dict[int, StackProfile], windows: int = 12) -> list[Judged]:
         fleet, random = FleetDetector(), np.random.default_rng(0)
         found: list[Judged] = []
         for number in range(windows):
             window = HEALTHY.window(random, number, {r: RankEvidence(stacks=p) for r, p in profiles.items()})
-            unknown = {
-                f.name: np.full(4, np.nan)
-                for f in fields(RankColumns)
-                if f.name not in ("job", "rank", "stage", "place")
-            }
-            verdict = fleet.evaluate({"job": replace(window, columns=replace(window.columns, **unknown))})["job"]
+            verdict = fleet.evaluate({"job": without_steps(window)})["job"]
             found.append((verdict.kind.value, verdict.culprits, verdict.confidence.value, verdict.cause))
         return found
 
@@ -447,8 +448,40 @@ class TestStacksAlone:
         assert (kind, culprits, cause.phase) == ("slow_rank", (2,), "backward")
         assert cause.frames[0].function == "compress"
 
-    def test_equal_stacks_accuse_nobody(self) -> None:
-        assert self.judge({r: _profile(0.4, 0.02, 0.58) for r in range(4)})[-1][0] == "healthy"
+    def test_equal_stacks_accuse_nobody_and_call_nothing_healthy(self) -> None:
+        verdicts = self.judge({r: _profile(0.4, 0.02, 0.58) for r in range(4)}, windows=30)
+        assert {kind for kind, *_ in verdicts} == {"insufficient_data"}
+
+    def test_without_steps_the_reason_has_the_next_step(self) -> None:
+        fleet, random = FleetDetector(), np.random.default_rng(0)
+        evidence = {rank: RankEvidence(stacks=_profile(0.4, 0.02, 0.58)) for rank in range(4)}
+        reasons = [
+            fleet.evaluate({"job": without_steps(HEALTHY.window(random, n, evidence))})["job"].reason for n in range(12)
+        ]
+        assert reasons[0] == "no steps are known; 1 of 10 windows of stacks gathered"
+        assert reasons[-1].startswith("no steps are known; no rank stands out in its stacks")
+        assert "call rankscope.probe.step() after each step" in reasons[-1]
+
+    def test_a_job_whose_steps_end_is_not_healthy_for_long(self) -> None:
+        fleet, random = FleetDetector(), np.random.default_rng(0)
+        windows = [HEALTHY.window(random, number) for number in range(30)]
+        kinds = [
+            fleet.evaluate({"job": window if number < 8 else without_steps(window)})["job"].kind
+            for number, window in enumerate(windows)
+        ]
+        assert {*kinds[5:16]} == {Kind.HEALTHY}, "a few windows without steps change nothing"
+        assert {*kinds[-10:]} == {Kind.INSUFFICIENT_DATA}
+
+    def test_a_finding_of_stacks_gives_way_to_not_knowing(self) -> None:
+        fleet, random = FleetDetector(), np.random.default_rng(0)
+        usual = {rank: RankEvidence(stacks=_profile(0.4, 0.02, 0.58)) for rank in range(4)}
+        slow = {**usual, 2: RankEvidence(stacks=_profile(0.3, 0.5, 0.2))}
+        kinds = [
+            fleet.evaluate({"job": without_steps(HEALTHY.window(random, number, evidence))})["job"].kind
+            for number, evidence in enumerate([slow] * 15 + [usual] * 15)
+        ]
+        assert kinds[14] is Kind.SLOW_RANK
+        assert kinds[-1] is Kind.INSUFFICIENT_DATA
 
     def test_an_excess_without_missing_wait_is_not_enough(self) -> None:
         profiles = {r: _profile(0.4, 0.02, 0.58) for r in range(4)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.exposed_communication import EXPOSED, OVERLAPPED
+from rankscope.analysis.verdicts.exposed_communication import EXPOSED, NCCL, OVERLAPPED
 from rankscope.operator.correlation.columns import Tick, job_windows
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.job_service import job_status
@@ -111,3 +111,14 @@ def test_job_status_has_self_and_wait_unknown_to_ranks_alone() -> None:
     status = job_status(states[-1])
     assert [window.self_seconds.mean for window in status.ranks] == pytest.approx([0.03, 0.03, 0.09, 0.03])
     assert [window.wait_seconds.mean for window in status.ranks] == pytest.approx([0.07, 0.07, 0.01, 0.07])
+
+
+def test_ranks_that_see_other_steps_are_not_compared() -> None:
+    """In a loop without an optimizer, rank 2 sees a step in what are two to the others."""
+    windows = [on_device(rank, (7, NCCL, 0.02)) for rank in range(4)]
+    assert columns_of(*windows)[0] == pytest.approx([STEP] * 4)
+    windows[2].step_seconds.mean = windows[2].step_seconds.p50 = 2 * STEP
+    assert np.isnan(columns_of(*windows)).all()
+    for window in windows:
+        window.figures["checkpoint_seconds"] = 0.0  # the probe marks these
+    assert not np.isnan(columns_of(*windows)).any()
