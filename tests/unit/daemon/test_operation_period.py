@@ -67,6 +67,7 @@ def test_the_smallest_repetition_is_the_step(step: str, operations: int) -> None
         ("AAB" + "AB") * 40,  # no operation comes once a step
         ("." + "A" * 7 + "." + "A" * 5) * 30,
         ("AB" * 8 + "C") * 8,  # what repeats is a part of the step
+        (".AA" * 5 + "t") * 20,  # five steps and a log, or a step with five pauses
         ("AABAB" * 5 + "a") * 20,  # five steps and a log, or a step of five parts
         "",
         "A",

@@ -163,7 +163,8 @@ def _end_rows(meetings: Meetings, symbol: Ints, regular: Ints) -> Ints | None:
     is_heaviest = _weight(meetings, int(best[0])) == max(_weight(meetings, row) for row in once)
     is_light = meetings.bytes[best[0]] <= LIGHT_RATIO * (moved[best[at + 1]] - moved[best[at]])
     # What repeats before a light operation may be steps, after some of which the loop logs.
-    is_log = is_light and _repeats(symbol[best[at] + 1 : best[at + 1]])
+    within = meetings.take(slice(best[at], best[at + 1] + 1))
+    is_log = is_light and (_repeats(symbol[best[at] + 1 : best[at + 1]]) or _pauses_often(within))
     return best if is_heaviest and not is_log else None
 
 
@@ -171,6 +172,13 @@ def _repeats(symbols: Ints) -> bool:
     """Whether they are the same few several times over, and not one alone."""
     parts = (length for length in range(2, len(symbols) // 2 + 1) if len(symbols) % length == 0)
     return bool(np.ptp(symbols)) and any((symbols[length:] == symbols[:-length]).all() for length in parts)
+
+
+def _pauses_often(meetings: Meetings) -> bool:
+    """Whether the device pauses several times, as between steps of the same operation."""
+    gap = np.maximum(meetings.start_ns[1:] - meetings.stop_ns[:-1], 0)
+    usual = max(float(np.quantile(gap, SHORT_SHARE)), float(MIN_PAUSE_NS))
+    return bool(np.count_nonzero(gap > PAUSE_RATIO * usual) > 1)
 
 
 def _weight(meetings: Meetings, row: int) -> tuple[int, int, int]:
@@ -240,7 +248,7 @@ def _pauses(gap: Ints, burst: int) -> Ints:
     bursts = len(gap) // burst
     short = int(SHORT_SHARE * bursts)
     least = np.partition(gap[: bursts * burst].reshape(bursts, burst), short, axis=0)[short]
-    within = float(np.median(gap))
+    within = float(np.quantile(gap, SHORT_SHARE))  # half of the gaps may be pauses
     return np.flatnonzero(least > max(PAUSE_RATIO * within, within + MIN_PAUSE_NS))
 
 
