@@ -175,10 +175,10 @@ def _repeats(symbols: Ints) -> bool:
 
 
 def _pauses_often(meetings: Meetings) -> bool:
-    """Whether the device pauses several times, as between steps of the same operation."""
+    """Whether the device pauses for about as long several times, as between steps of the same operation."""
     gap = np.maximum(meetings.start_ns[1:] - meetings.stop_ns[:-1], 0)
     usual = max(float(np.quantile(gap, SHORT_SHARE)), float(MIN_PAUSE_NS))
-    return bool(np.count_nonzero(gap > PAUSE_RATIO * usual) > 1)
+    return bool(np.count_nonzero(gap > max(PAUSE_RATIO * usual, gap.max() / 2)) > 1)
 
 
 def _weight(meetings: Meetings, row: int) -> tuple[int, int, int]:
