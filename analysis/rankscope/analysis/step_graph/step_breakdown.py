@@ -63,6 +63,12 @@ class StepBreakdown:
         return sum(part.seconds for part in self.parts)
 
     @property
+    def exposed_ratio(self) -> float:
+        """The share of the step that is communication which no work hides."""
+        exposed = sum(part.seconds for part in self.parts if part.part == COMMUNICATION)
+        return exposed / self.step_seconds if self.step_seconds > 0 else 0.0
+
+    @property
     def has_excess(self) -> bool:
         return any(part.part == EXCESS for part in self.parts)
 

@@ -153,7 +153,9 @@ class Correlator:
     def _state(self, job: str, window: JobWindow, verdict: Verdict, latest: HeldWindows, now: float) -> JobState:
         before = self._states.get(job)
         same = before is not None and _gist(before.verdict) == _gist(verdict)
-        columns = window.columns
+        columns, breakdown = window.columns, self._fleet.breakdown(job)
+        # Sums of waiting leave out the transfer itself, and count what was passed on several times.
+        exposed = _mean(columns.wait_seconds / columns.step_seconds) if breakdown is None else breakdown.exposed_ratio
         state = JobState(
             job=job,
             world_size=window.world_size,
@@ -163,12 +165,12 @@ class Correlator:
             ranks_seen=len(columns),
             step_seconds=_known(median_or_nan(columns.step_seconds)),
             mfu_ratio=_known(median_or_nan(columns.mfu_ratio)),
-            exposed_communication_ratio=_known(_mean(columns.wait_seconds / columns.step_seconds)),
+            exposed_communication_ratio=_known(exposed),
             windows=latest.with_compared(_compared(columns)),
             window_end_unix_seconds=window.end_unix_seconds,
             restarts=self._restarts[job],
             picture=self._fleet.picture(job),
-            breakdown=self._fleet.breakdown(job),
+            breakdown=breakdown,
         )
         if before is not None and state.step_seconds is None:
             # A tick without a finished step has no pace; the last known one is kept.

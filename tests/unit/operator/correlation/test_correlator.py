@@ -96,6 +96,9 @@ def test_operations_of_all_ranks_show_where_a_step_goes() -> None:
     assert state.breakdown is not None
     step_seconds = float(operations.stop_ns.max()) / 110 / 1e9
     assert state.breakdown.step_seconds == pytest.approx(step_seconds, rel=0.02)
+    assert state.exposed_communication_ratio == pytest.approx(
+        sum(part.seconds for part in state.breakdown.parts if part.part == "communication") / step_seconds, rel=0.02
+    ), "one statement with the parts"
     parts = {(part.part, part.group_kind) for part in state.breakdown.parts}
     assert parts == {("own", ""), ("bubble", ""), ("communication", "pipeline"), ("communication", "data")}
     sent = 7 * 2 / step_seconds * BYTES["data"]  # by each rank until now
