@@ -146,7 +146,8 @@ def test_the_console_shows_both_ranks_with_the_fields_of_top(up: Serving, job: D
     assert 0 < listed["step_seconds"] < 60 and listed["recent_step_seconds"]
     told = rankscope("top", "--once", "--json", "--run", job.job_name, "--connect", up.grpc_target)
     (run,) = json.loads(told.stdout)["runs"]
-    assert run.keys() - listed.keys() == {"ranks"} and run["verdict"].keys() == listed["verdict"].keys()
+    assert run.keys() - listed.keys() == {"breakdown", "ranks"}, "which the page of the run has"
+    assert run["verdict"].keys() == listed["verdict"].keys()
     latest = json.loads(ask(f"rank?rank=1&run={job.job_name}"))["latest"]
     assert latest["pid"] == job.pids[1] and run["ranks"][1].keys() - latest.keys() == {"stale_seconds"}
 
