@@ -23,7 +23,7 @@ from rankscope.operator.runs.daemon_streams import MAX_MESSAGE_BYTES, METHOD
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 
-# Of a message: when it came, and its size.
+# The arrival of a message, and its size.
 _HEAD = struct.Struct("<dI")
 
 

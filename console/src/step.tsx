@@ -183,7 +183,7 @@ interface Props {
   onOpen: (rank: number) => void;
 }
 
-/** Follows the newest picture, until somebody looks at a part of one. */
+/** Shows the newest picture, unless the viewer has zoomed into one. */
 export function StepPicture({ run, picture: newest, onOpen }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const size = useCanvasSize(canvas);

@@ -126,42 +126,51 @@ def test_signals_are_forwarded_and_missing_ranks_are_explained(tmp_path: Path) -
     assert "no rank was seen" in stderr and "interrupted by SIGTERM" in stderr and "failed" not in stderr
 
 
-def top(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [*MAIN, "top", "--once", "--json", *words]
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What precedes a command that finds runs of this test only, while other tests have runs of the same user. Runs of
+    root are known by a folder in /run, whatever the environment says."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    if os.geteuid() != 0:
+        return []
+    (tmp_path / "rankscope").mkdir()
+    mount = 'mkdir -p /run/rankscope && mount --bind "$0" /run/rankscope && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount, str(tmp_path / "rankscope")]
+
+
+def top(alone: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*alone, *MAIN, "top", "--once", "--json", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
 
 
-def test_another_terminal_finds_the_run_with_its_own_ranks_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_another_terminal_finds_the_run_with_its_own_ranks_only(tmp_path: Path, alone: list[str]) -> None:
     end = tmp_path / "STOP"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     variables = os.environ | {"JOB_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def start(run_id: str) -> subprocess.Popen[str]:
-        command = [*RUN, "--", "env", f"NAME={run_id}", *torchrun, "--rdzv-id", run_id, str(SCRIPT)]
+        command = [*alone, *RUN, "--", "env", f"NAME={run_id}", *torchrun, "--rdzv-id", run_id, str(SCRIPT)]
         return subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def runs(*words: str) -> list[str]:
-        shown = top(*words)
+        shown = top(alone, *words)
         return [entry["run"] for entry in json.loads(shown.stdout)["runs"]] if shown.returncode == 0 else []
 
     first, second = start("first"), None
     try:
-        wait_until(lambda: runs() == ["first"], lambda: str(top()))
+        wait_until(lambda: runs() == ["first"], lambda: str(top(alone)))
         second = start("second")
-        wait_until(lambda: "2 servers of yours run on this machine" in top().stderr, lambda: str(top()))
-        listed = dict(re.findall(r"--connect (\S+) \(env NAME=(\w+)", top().stderr))
+        wait_until(lambda: "2 servers of yours run on this machine" in top(alone).stderr, lambda: str(top(alone)))
+        listed = dict(re.findall(r"--connect (\S+) \(env NAME=(\w+)", top(alone).stderr))
         assert set(listed.values()) == {"first", "second"}
         for target, run_id in listed.items():
-            wait_until(lambda: runs("--connect", target) == [run_id], lambda: str(top("--connect", target)))  # noqa: B023
+            wait_until(lambda: runs("--connect", target) == [run_id], lambda: str(top(alone, "--connect", target)))  # noqa: B023
     finally:
         end.touch()
         for running in filter(None, (first, second)):
             running.communicate(timeout=PATIENCE_SECONDS)
-    assert "no daemon at" in top().stderr
+    assert "no daemon at" in top(alone).stderr
     assert list(tmp_path.glob("rankscope/servers/*")) == []
 
 
@@ -176,14 +185,13 @@ while not pathlib.Path("STOP").exists():
 """
 
 
-def test_a_python_script_without_a_launcher_is_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_python_script_without_a_launcher_is_one_rank(tmp_path: Path, alone: list[str]) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [*RUN, "--summary", "summary.json", "--", sys.executable, "train.py"]
+    command = [*alone, *RUN, "--summary", "summary.json", "--", sys.executable, "train.py"]
     running = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: re.search(r'"step_seconds":0\.', top().stdout), lambda: str(top()))
+        wait_until(lambda: re.search(r'"step_seconds":0\.', top(alone).stdout), lambda: str(top(alone)))
         (tmp_path / "STOP").touch()
         assert running.wait(PATIENCE_SECONDS) == 0
     finally:

@@ -155,7 +155,7 @@ class JobSummary:
 
     @property
     def breakdown(self) -> StepBreakdown | None:
-        """Where a step went while the verdict stood; None of a job that was not judged by the critical path."""
+        """Return where a step went while the verdict stood; None if the job was not judged by the critical path."""
         return self._breakdown if self.leading is None else self.leading.breakdown
 
     def _note(self, state: JobState, now: float, seconds: float) -> None:

@@ -245,7 +245,7 @@ def find_torch(process: str, limit_bytes: int = MAX_MAPS_BYTES) -> tuple[bool, i
 
 
 def find_mapping(process: str, names: Sequence[bytes], limit_bytes: int = MAX_MAPS_BYTES) -> tuple[bool, int]:
-    """Whether the process maps a file with one of these parts of its path, and how many bytes were read to see it."""
+    """Return whether the process maps a file with one of these parts of its path, and how many bytes were read."""
     descriptor = os.open(process + "/maps", os.O_RDONLY | os.O_CLOEXEC)
     try:
         tail = b""

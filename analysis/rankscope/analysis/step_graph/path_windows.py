@@ -65,7 +65,7 @@ class PathWindow:
 
 
 class JudgedSteps(NamedTuple):
-    """What a window was found in; as large as its operations."""
+    """The graph behind a window; as large as its operations."""
 
     window: PathWindow
     graph: StepGraph

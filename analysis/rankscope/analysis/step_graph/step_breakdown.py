@@ -1,4 +1,4 @@
-"""Where a step goes: parts on the critical path that add up to the step, and what groups of each kind transfer."""
+"""Splits a step into parts on the critical path that add up to it, and sums up the transfers of each kind of group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankscope.analysis.quantities import count, quantity
 from rankscope.analysis.stats.robust import Floats, Ints
 from rankscope.analysis.step_graph.window_parts import KINDS, MAX_STAGES, WindowParts
 
-# Of a rank in a step. Below this, times do not depend on sizes.
+# A rank that moves fewer bytes in a step has no bandwidth: times do not depend on sizes there.
 MIN_BANDWIDTH_BYTES = 1 << 16
 
 OWN, EXCESS, BUBBLE, COMMUNICATION, UNACCOUNTED = "own", "excess", "bubble", "communication", "unaccounted"
@@ -30,7 +30,7 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the groups of one kind transfer in a step, on the path or beside it: the mean of their ranks. A message
+    """Transfers of the groups of one kind in a step, on the path or beside it: the mean of their ranks. A message
     counts at its receiver."""
 
     group_kind: str

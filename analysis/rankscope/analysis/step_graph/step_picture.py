@@ -17,7 +17,7 @@ from rankscope.analysis.step_graph.operations import UNKNOWN, Operations
 from rankscope.analysis.step_graph.path_windows import JudgedSteps, PathWindow
 
 MAX_RANKS = 16
-# Of a large job, as many of each kind are drawn before more of one: those that wait, those that meet, peers, others.
+# A large job has as many ranks of each kind drawn before more of one: those that wait, those that meet, peers, others.
 RANKS_OF_A_KIND = 4
 # The longest operations are drawn, and those on the path. The JSON of a bar takes about 40 bytes.
 MAX_BARS = 3000

@@ -36,7 +36,7 @@ MAX_STAGES = 64
 # A group keeps its kind, and naming it costs as much as a third of the path: votes at first, then in some windows.
 MAX_VOTES = 5
 WINDOWS_BETWEEN_VOTES = 16
-# Of a large job, the last steps of a window are enough.
+# The last steps of a window are enough to name the groups of a large job.
 MANY_ROWS = 1 << 15
 STEPS_OF_MANY = 4
 
@@ -216,7 +216,7 @@ def _union(key: Ints, start_ns: Ints, stop_ns: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _bubble_ratio(graph: StepGraph, stage: Ints, position: Ints, rows: Ints, ranks: Ints) -> float:
-    """By the number of stages, and of messages that a stage sends to another one in a step."""
+    """Estimate the bubble from the number of stages, and of messages that a stage sends to another one in a step."""
     operations, count = graph.operations, len(np.unique(stage))
     sends = rows[(operations.kind[rows] == CollectiveKind.SEND) & np.isin(operations.peer[rows], ranks)]
     between = stage[position[sends]] != stage[np.searchsorted(ranks, operations.peer[sends])]

@@ -176,7 +176,7 @@ class LivePath:
         return self._is_fed and self._missed <= self._patience
 
     def breakdown(self, verdict: Verdict) -> StepBreakdown | None:
-        """Where the steps of the last windows go; None of a job that is not judged by the path."""
+        """Return where the steps of the last windows go; None if the job is not judged by the path."""
         culprits = verdict.culprits if verdict.kind is Kind.SLOW_RANK else ()
         known = where_steps_go(self._windows, culprits) if self.is_known else None
         return None if known is None else replace(known, totals=self._traffic)
