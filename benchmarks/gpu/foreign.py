@@ -41,6 +41,7 @@ from benchmarks.gpu.foreign_cells import (
     DEEPSPEED_CPU_CONFIG,
     TRAINERS,
     Cell,
+    Layout,
     Trainer,
     all_cells,
     batches,
@@ -62,6 +63,8 @@ LOG_BYTES = 60_000
 RECORDED_BEFORE_SECONDS, RECORDED_AFTER_SECONDS = 12.0, 24.0
 RECORDER_ENDS_SECONDS = 20.0
 MAX_ARCHIVE_BYTES = 15 << 20
+SCRIPT = Path(__file__).with_name("foreign_fault.py")
+SCRIPT_ENVIRONMENT = {"TEARDOWN_CUPTI": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 DATA_TOKENS, VOCABULARY, CPU_VOCABULARY = 2_000_000, 50_000, 256
 
 
@@ -109,6 +112,21 @@ def _build_helpers(source: Path, made: Source) -> None:
         print(f"g++ failed ({error}); {ready} is used: {ready.exists()}", flush=True)
         if ready.exists():
             shutil.copy(ready, library)
+
+
+def script_arguments(layout: Layout, source: Source, folder: Path, cpu: bool) -> list[str]:
+    """Return the arguments of foreign_fault.py that name the script and what it needs."""
+    trainer = TRAINERS[layout.trainer]
+    flags = f"{(trainer.cpu_flags if cpu else None) or trainer.flags} {layout.flags}".split()
+    if layout.trainer == "nanogpt":
+        flags += [f"--dataset={source.dataset}", f"--out_dir={folder}"]
+    if layout.trainer == "deepspeed":
+        config = folder / "deepspeed.json"
+        config.write_text(json.dumps(DEEPSPEED_CPU_CONFIG if cpu else DEEPSPEED_CONFIG))
+        flags.append(f"--deepspeed_config={config}")
+    words = ["--trainer", layout.trainer, "--script", str(source.script(trainer)), "--layer", trainer.layer]
+    stand_in = ["--stand-in", layout.stand_in] if layout.stand_in else []
+    return [*words, "--arguments", json.dumps(flags), *stand_in]
 
 
 class Watch:
@@ -304,19 +322,8 @@ class Matrix:
 
     def _start(self, cell: Cell, cores: list[int], environment: dict[str, str]) -> CellRun:
         folder = Path(tempfile.mkdtemp(prefix=f"{cell.name}-", dir=self._scratch))
-        asked, layout, fault, trainer = self._asked, cell.layout, cell.fault, TRAINERS[cell.layout.trainer]
-        flags = f"{(trainer.cpu_flags if asked.cpu else None) or trainer.flags} {layout.flags}".split()
-        if layout.trainer == "nanogpt":
-            flags += [f"--dataset={self._source.dataset}", f"--out_dir={folder}"]
-        if layout.trainer == "deepspeed":
-            config = folder / "deepspeed.json"
-            config.write_text(json.dumps(DEEPSPEED_CPU_CONFIG if asked.cpu else DEEPSPEED_CONFIG))
-            flags.append(f"--deepspeed_config={config}")
+        asked, layout, fault = self._asked, cell.layout, cell.fault
         words = {
-            "--trainer": layout.trainer,
-            "--script": self._source.script(trainer),
-            "--arguments": json.dumps(flags),
-            "--layer": trainer.layer,
             "--fault": fault.kind,
             "--rank": layout.slow_rank,
             "--milliseconds": fault.milliseconds,
@@ -324,14 +331,12 @@ class Matrix:
             "--after": asked.after,
             "--seconds": self._seconds(cell),
         }
-        if layout.stand_in:
-            words["--stand-in"] = layout.stand_in
         spec = Spec(
-            [str(word) for pair in words.items() for word in pair],
+            [*script_arguments(layout, self._source, folder, asked.cpu), *(str(w) for pair in words.items() for w in pair)],
             layout.ranks,
             cores,
             str(self._source.modules),
-            environment | {"TEARDOWN_CUPTI": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            environment | SCRIPT_ENVIRONMENT,
             FIRST_STEP_SECONDS + self._seconds(cell) + END_SECONDS,
             asked.cpu,
         )
@@ -393,10 +398,9 @@ def launch(folder: Path) -> int:
     probe = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
     # `rankscope run` knows its ranks by these, which `start_ranks` drops.
     marks = {name: value for name, value in os.environ.items() if name.startswith("RANKSCOPE_")}
-    script = str(Path(__file__).with_name("foreign_fault.py"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with lab_job(
-        script,
+        str(SCRIPT),
         spec.arguments,
         cpu=spec.cpu,
         ranks=spec.ranks,
@@ -406,8 +410,8 @@ def launch(folder: Path) -> int:
         label="foreign",
     ) as job:
         try:
-            job.wait_for(lambda: job.have_written("started-{}.json"), "the first step", FIRST_STEP_SECONDS)
-            shutil.copy(job.folder / "started-0.json", folder / "started.json")
+            job.wait_for(lambda: job.started, "the first step", FIRST_STEP_SECONDS)
+            shutil.copy(job.folder / "info-0.json", folder / "started.json")
             job.wait_until_ended(spec.seconds)
         except JobError as error:
             print(error, file=sys.stderr)

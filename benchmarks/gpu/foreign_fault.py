@@ -3,7 +3,7 @@
 The fault begins some seconds after the first step and lasts to the end. The script ends by its own means: Megatron-LM
 by its time limit, whose start is moved, nanoGPT by its number of iterations, and DeepSpeed's example by a `range` that
 ends early. A rank that is killed would take the GPU from all others (CUDA's multi-process service). `fault.json` in the
-folder says when the fault began."""
+folder says when the fault began. With --pairs, blocks of steps without the probe and with it take turns instead."""
 
 from __future__ import annotations
 
@@ -23,11 +23,20 @@ import torch
 from foreign_stand_ins import STAND_INS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+JOBS = Path(__file__).resolve().parents[2] / "tools/jobs"
+sys.path.insert(0, str(JOBS))
+from alternation import Alternation  # noqa: E402
+from parts import Stopwatch, shared_course  # noqa: E402
+
+sys.path.remove(str(JOBS))  # scripts have modules of these names
+
 # Megatron-LM's own limit, in minutes. The wrapper moves the start time, so that training ends earlier.
 EXIT_MINUTES = 60
 # The ranks of nanoGPT and of DeepSpeed's example agree on their last step through a file, so long before it.
 AHEAD_SECONDS, MIN_STEPS_AHEAD = 3.0, 4
 CYCLES_PER_MILLISECOND = 1_800_000  # of the GPU's clock
+# The trainers synchronise in every step: no rank is further ahead of rank 0.
+ALTERNATION_AHEAD_STEPS = 12
 
 
 class Session:
@@ -43,6 +52,7 @@ class Session:
         self._began_at = self._fault_at = self._end_at = 0.0
         self._has_begun = False
         self._last_step: int | None = None
+        self._turns = Turns(asked, self._rank) if asked.pairs else None
 
     def step_ended(self, optimizer: object, *_: object) -> None:
         """Called after `step` of any optimizer. The first one counts steps: a job may have several."""
@@ -52,6 +62,9 @@ class Session:
         self._steps += 1
         if self._steps == 1:
             self._begin()
+        if self._turns is not None and self._turns.are_over(self._steps):
+            self._turns = None
+            self._end_after(0.0)
         if self._is_culprit and time.monotonic() >= self._fault_at:
             self._switch()
         if self._asked.trainer != "megatron" and self._last_step is None:
@@ -70,12 +83,16 @@ class Session:
 
     def _begin(self) -> None:
         self._began_at = time.monotonic()
-        self._fault_at, self._end_at = self._began_at + self._asked.after, self._began_at + self._asked.seconds
-        self._write(f"started-{self._rank}.json")
+        self._fault_at = self._began_at + self._asked.after
+        self._write(f"info-{self._rank}.json")
+        self._end_after(self._asked.seconds)
+
+    def _end_after(self, seconds: float) -> None:
+        self._end_at = time.monotonic() + seconds
         if self._asked.trainer == "megatron" and self._rank == 0:
             # The other ranks follow: they agree on the end in every step.
             training = sys.modules["megatron.training.training"]
-            training.__dict__["_TRAIN_START_TIME"] = time.time() + self._asked.seconds - 60 * EXIT_MINUTES
+            training.__dict__["_TRAIN_START_TIME"] = time.time() + seconds - 60 * EXIT_MINUTES
 
     def _switch(self) -> None:
         if not self._has_begun:
@@ -102,6 +119,31 @@ class Session:
         times = {"unix_seconds": time.time(), "monotonic_ns": time.monotonic_ns(), "step": self._steps}
         path.with_suffix(".new").write_text(json.dumps(times))
         path.with_suffix(".new").replace(path)
+
+
+class Turns:
+    """Blocks without the probe and with it, which `benchmarks.gpu.overhead` compares."""
+
+    def __init__(self, asked: argparse.Namespace, rank: int) -> None:
+        world = int(os.environ["WORLD_SIZE"])
+        self._course, self._place = shared_course(asked.folder, world), world + 1 + rank
+        self._watch: Stopwatch | None = None
+        self._new_watch = functools.partial(Stopwatch, not asked.cpu, asked.folder / f"steps-{rank}")
+        self._alternation = Alternation(
+            asked.folder, rank, asked.pairs, asked.block_seconds, asked.after, ahead_steps=ALTERNATION_AHEAD_STEPS
+        )
+
+    def are_over(self, steps: int) -> bool:
+        """Record the step that has just ended, and switch the probe where a block begins."""
+        if self._watch is None:
+            self._watch = self._new_watch()
+            return False
+        self._watch.write_finished()
+        self._course[self._place] = self._watch.written + 2  # the first step is not written
+        is_over = self._alternation.at_border(steps, time.time())
+        if is_over:
+            self._watch.close()
+        return is_over
 
 
 def hold_up_host(milliseconds: float) -> None:
@@ -155,6 +197,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="steps from one slow step to the next")
     parser.add_argument("--after", type=float, required=True, help="seconds from the first step to the fault")
     parser.add_argument("--seconds", type=float, required=True, help="from the first step to the end")
+    parser.add_argument("--pairs", type=int, default=0, help="of blocks without the probe and with it")
+    parser.add_argument("--block-seconds", type=float, default=1.0)
     parser.add_argument("--stand-in", choices=STAND_INS, help="a package that the machine lacks")
     parser.add_argument("--cpu", action="store_true")
     asked = parser.parse_args()

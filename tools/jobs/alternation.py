@@ -25,17 +25,39 @@ CLASSES = (
 DDP_OWN_SAMPLE_RATE = 100
 # How far ahead blocks are announced: no rank may have enqueued so many steps more than rank 0.
 AHEAD_STEPS = 128
+MIN_BLOCK_STEPS = 8
+PROBES_MODULES = "rankscope.probe."
 
 
 _instance_method = ctypes.pythonapi.PyInstanceMethod_New
 _instance_method.argtypes, _instance_method.restype = [ctypes.py_object], ctypes.py_object
 
 
+class PluginSwitch:
+    """NCCL's events, which the probe asks for in the plugin's memory."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._memory = plugin._memory
+        self._layout = sys.modules[f"{PROBES_MODULES}nccl_layout"]
+        self._asked_for = b""
+
+    def set(self, is_on: bool) -> None:
+        if self._memory is None:
+            return
+        wanted, begin = self._layout.WANTED, self._layout.WANTED_OFFSET
+        place = slice(begin, begin + wanted.size)
+        if is_on:
+            self._memory[place] = self._asked_for
+        else:
+            self._asked_for = self._memory[place]
+            self._memory[place] = wanted.pack(self._layout.WANT_NOTHING)
+
+
 class ProbeSwitch:
     """All that the probe has put into torch, found by where its code comes from."""
 
     def __init__(self) -> None:
-        from torch.nn.parallel import DistributedDataParallel
+        from torch.nn.parallel.distributed import DistributedDataParallel
         from torch.optim import optimizer
 
         owners = [sys.modules[name] for name in MODULES if name in sys.modules]
@@ -43,13 +65,18 @@ class ProbeSwitch:
         self._wrapped = [(owner, name, value) for owner in owners for name, value in _wrappers(owner)]
         self._hooks = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
         self._kept = [dict(hooks) for hooks in self._hooks]
+        self._others = [
+            {key: hook for key, hook in kept.items() if not hook.__module__.startswith(PROBES_MODULES)}
+            for kept in self._kept
+        ]
         self._models = [one for one in _live(DistributedDataParallel) if getattr(one, "logger", None) is not None]
         self._rates = [DDP_OWN_SAMPLE_RATE] * len(self._models)
         for place, model in enumerate(self._models):
             self._follow_rate(place, model)
         self._sessions = [one for one in gc.get_objects() if _is_probes(getattr(type(one), "look_at_device", None))]
+        self._plugins = [PluginSwitch(one) for one in gc.get_objects() if type(one).__name__ == "NcclPlugin"]
         self._is_on = True
-        if not all(self._kept) or not self._sessions:
+        if self._kept == self._others or not self._sessions:
             raise RuntimeError("the probe is not in this process")
 
     def _follow_rate(self, place: int, model: Any) -> None:
@@ -67,9 +94,11 @@ class ProbeSwitch:
         if is_on == self._is_on:
             return
         self._is_on = is_on
-        for hooks, kept in zip(self._hooks, self._kept, strict=True):
+        for hooks, kept, others in zip(self._hooks, self._kept, self._others, strict=True):
             hooks.clear()
-            hooks.update(kept if is_on else {})
+            hooks.update(kept if is_on else others)
+        for plugin in self._plugins:
+            plugin.set(is_on)
         for owner, name, wrapper in self._wrapped:
             setattr(owner, name, wrapper if is_on else _original(owner, wrapper))
         for set_rate, rate in zip(self._models, self._rates, strict=True):
@@ -108,8 +137,16 @@ class Alternation:
     """Rank 0 announces the blocks once it knows how long a step takes; all ranks switch at the same steps."""
 
     def __init__(
-        self, folder: Path, rank: int, pairs: int, block_seconds: float, after_seconds: float, keeps_probe: bool
+        self,
+        folder: Path,
+        rank: int,
+        pairs: int,
+        block_seconds: float,
+        after_seconds: float,
+        keeps_probe: bool = False,
+        ahead_steps: int = AHEAD_STEPS,
     ) -> None:
+        self._ahead_steps = ahead_steps
         self._path = folder / "plan.json"
         self._is_first = rank == 0
         self._keeps_probe = keeps_probe
@@ -143,8 +180,8 @@ class Alternation:
 
     def _announce(self, steps: int, step_seconds: float) -> None:
         plan = {
-            "first_step": steps + AHEAD_STEPS,
-            "steps_per_block": max(8, round(self._block_seconds / step_seconds)),
+            "first_step": steps + self._ahead_steps,
+            "steps_per_block": max(MIN_BLOCK_STEPS, round(self._block_seconds / step_seconds)),
             "blocks": 2 * self._pairs,
         }
         self._path.with_suffix(".new").write_text(json.dumps(plan))

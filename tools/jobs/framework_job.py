@@ -15,7 +15,6 @@ when the fault began, FOLDER/blocks.json which steps took turns, FOLDER/summary-
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import random
 import signal
@@ -27,8 +26,8 @@ from typing import Any
 
 import torch
 from alternation import Alternation, is_on
-from frameworks import FRAMEWORKS, Setup, default_compiler
-from parts import Stopwatch, set_up, write_fact
+from frameworks import FRAMEWORKS, Setup, default_compiler, many_small_sums
+from parts import Stopwatch, set_up, shared_course, write_fact
 from torch.utils.data import Dataset
 
 FAULTS = ("none", "host", "gpu", "tail", "input", "tenth", "hundredth", "moving", "together", "uneven")
@@ -40,6 +39,7 @@ TOGETHER, TOGETHER_SECONDS = 50, 1.0
 ON_ALL_RANKS = ("moving", "together", "uneven")
 ON_DEVICE = ("gpu", "tail", "uneven")
 ALTERNATION_SECONDS = 1.5
+LOOPS = FRAMEWORKS | {"small": many_small_sums}
 HOLDING = -1
 LEAVING_SECONDS = 5.0
 HOLD_SECONDS = 0.05
@@ -187,8 +187,7 @@ class Course:
     """The steps of one rank, up to a last one that all ranks agree on. A rank that left alone would leave kernels that
     wait for it behind, which CUDA's multi-process service may not survive.
 
-    The ranks share an array: the step that each may be in, what rank 0 asks for (0: go on, HOLDING: begin no other
-    step, otherwise the last step), and the step that each one's device may be in."""
+    Through the array that they share, rank 0 asks for 0 (go on), HOLDING (begin no other step), or the last step."""
 
     def __init__(self, asked: argparse.Namespace, rank: int, world: int, fault: Fault) -> None:
         self._asked, self._rank, self._world, self._fault = asked, rank, world, fault
@@ -201,10 +200,7 @@ class Course:
             self._alternation = Alternation(
                 asked.folder, rank, asked.pairs, asked.block_seconds, asked.start_after, asked.keep_probe
             )
-        path = asked.folder / "course"
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            file.truncate(8 * (2 * world + 1))
-            self._shared = memoryview(mmap.mmap(file.fileno(), 8 * (2 * world + 1))).cast("q")
+        self._shared = shared_course(asked.folder, world)
         signal.signal(signal.SIGTERM, self._end)
 
     def _end(self, *_: object) -> None:
@@ -264,7 +260,7 @@ class Course:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--framework", choices=FRAMEWORKS, required=True)
+    parser.add_argument("--framework", choices=LOOPS, required=True)
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=2, help="the slow one")
@@ -289,7 +285,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     fault = Fault(asked, rank)
     course = Course(asked, rank, world, fault)
-    FRAMEWORKS[asked.framework](Setup(asked, device, fault, course, Samples(asked, fault)))
+    LOOPS[asked.framework](Setup(asked, device, fault, course, Samples(asked, fault)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 ACCUMULATED = 4
 MICROBATCHES = 4
 LOCAL_STEPS = 10
+SMALL_SUMS, SMALL_SUM_VALUES = 100, 1024
 EXPERT_LAYERS, EXPERT_WIDENING, EXPERT_TOKENS = 12, 16, 1536
 
 
@@ -91,6 +92,21 @@ def loop(setup: Setup, model: nn.Module, foreach: bool | None = None) -> None:
         optimizer.zero_grad()
         loss_of(model(batch)).backward()
         setup.fault.before_optimizer()
+        optimizer.step()
+        setup.course.step_ended()
+
+
+def many_small_sums(setup: Setup) -> None:
+    """Layers that sum a little over all ranks, as tensor parallel ones do."""
+    model = setup.network()
+    values = torch.zeros(SMALL_SUM_VALUES, device=setup.device)
+    optimizer = optimizer_of(model)
+    for batch in setup.batches():
+        optimizer.zero_grad()
+        loss = loss_of(model(batch))
+        for _ in range(SMALL_SUMS):
+            dist.all_reduce(values)
+        loss.backward()
         optimizer.step()
         setup.course.step_ended()
 

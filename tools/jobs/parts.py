@@ -4,6 +4,7 @@ launcher. Jobs import it from their own folder. It does not import Rankscope."""
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import time
 from collections import deque
@@ -39,6 +40,14 @@ def write_fact(path: Path, fact: dict[str, Any]) -> None:
     mine = path.with_suffix(f".{os.getpid()}")
     mine.write_text(json.dumps(fact))
     mine.replace(path)
+
+
+def shared_course(folder: Path, world: int) -> memoryview:
+    """Return an array that all ranks share: for each rank the step that it may be in, what rank 0 asks for, and for
+    each rank the step that its device may be in."""
+    with os.fdopen(os.open(folder / "course", os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        file.truncate(8 * (2 * world + 1))
+        return memoryview(mmap.mmap(file.fileno(), 8 * (2 * world + 1))).cast("q")
 
 
 class Block(nn.Module):
