@@ -332,7 +332,10 @@ class Matrix:
             "--seconds": self._seconds(cell),
         }
         spec = Spec(
-            [*script_arguments(layout, self._source, folder, asked.cpu), *(str(w) for pair in words.items() for w in pair)],
+            [
+                *script_arguments(layout, self._source, folder, asked.cpu),
+                *(str(w) for pair in words.items() for w in pair),
+            ],
             layout.ranks,
             cores,
             str(self._source.modules),

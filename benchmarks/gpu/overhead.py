@@ -1,6 +1,6 @@
 """What being watched costs a job on a GPU: the probe, and a daemon with everything on, against nothing, in turns.
 
-    python3 -m benchmarks.gpu.overhead [--frameworks fsdp2,ddp,small,tp2-pp2] [--pairs 80] [--block-seconds 0.35] [--cpu]
+    python3 -m benchmarks.gpu.overhead [--frameworks ddp,small,tp2-pp2] [--pairs 80] [--block-seconds 0.35] [--cpu]
 
 Blocks of one job are compared (`alternation.py`): without the probe while the daemon and its children are stopped by a
 signal, and with the probe while they run. Steps are timed by the job itself, by CUDA events. Jobs wander by 3 % from
@@ -115,18 +115,23 @@ def _limit(asked: argparse.Namespace, name: str) -> float:
     pairs, seconds = asked.pairs, asked.block_seconds
     if name in LAYOUTS_BY_NAME:
         pairs, seconds = asked.layout_pairs, max(seconds, MIN_BLOCK_STEPS * LONG_STEP_SECONDS / 2)
-    return float(WARM_UP_SECONDS + 4 * pairs * seconds + 60)
+    return float(asked.warm_up + 4 * pairs * seconds + 60)
 
 
 def _framework_job(
     asked: argparse.Namespace, probe: Path, environment: dict[str, str], name: str
 ) -> contextlib.AbstractContextManager[LabJob]:
     words = ["--framework", name, "--pairs", asked.pairs, "--block-seconds", asked.block_seconds]
-    words += ["--start-after", WARM_UP_SECONDS, "--seconds", _limit(asked, name), "--width", asked.width]
+    words += ["--start-after", asked.warm_up, "--seconds", _limit(asked, name), "--width", asked.width]
     words += ["--keep-probe"] if asked.of == "daemon" else []
-    arguments = [str(word) for word in words]
     return lab_job(
-        "framework_job.py", arguments, cpu=asked.cpu, ranks=asked.ranks, environment=environment, probe=probe, label=name
+        "framework_job.py",
+        [str(word) for word in words],
+        cpu=asked.cpu,
+        ranks=asked.ranks,
+        environment=environment,
+        probe=probe,
+        label=name,
     )
 
 
@@ -139,7 +144,7 @@ def _foreign_job(
         folder = Path(scratch)
         source = unpacked(asked.source, folder, asked.cpu)
         words = ["--pairs", asked.layout_pairs, "--block-seconds", asked.block_seconds]
-        words += ["--after", WARM_UP_SECONDS, "--seconds", _limit(asked, layout.name)]
+        words += ["--after", asked.warm_up, "--seconds", _limit(asked, layout.name)]
         arguments = [*script_arguments(layout, source, folder, asked.cpu), *map(str, words)]
         packages = os.pathsep.join(filter(None, (str(source.modules), os.environ.get("JOB_PYTHONPATH"))))
         with mock.patch.dict(os.environ, {"JOB_PYTHONPATH": packages}):
@@ -185,6 +190,12 @@ def main() -> int:
     parser.add_argument("--layout-pairs", type=int, default=30, help="the same for layouts of foreign trainers")
     parser.add_argument("--source", type=Path, default=Path("gpu-foreign"), help="as of foreign.py")
     parser.add_argument("--block-seconds", type=float, default=0.35)
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=WARM_UP_SECONDS,
+        help="seconds before the first block; after 448 steps, the job has measured what NCCL's times cost it",
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, help="of the model (default: 512, 64 with --cpu)")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds; what would not fit is left out")
@@ -201,7 +212,7 @@ def main() -> int:
             environment = {} if asked.cpu else stack.enter_context(multi_process_service())
             probe_folder(probe)
             for name in asked.frameworks.split(","):
-                seconds = (_limit(asked, name) - WARM_UP_SECONDS - 60) / 2 + 40
+                seconds = (_limit(asked, name) - asked.warm_up - 60) / 2 + asked.warm_up + 32
                 report.part(name, partial(measure, report, asked, probe, environment, name), seconds)
     finally:
         shutil.rmtree(probe, ignore_errors=True)

@@ -37,6 +37,7 @@ class PluginSwitch:
     """NCCL's events, which the probe asks for in the plugin's memory."""
 
     def __init__(self, plugin: Any) -> None:
+        self.turns = plugin.turns
         self._memory = plugin._memory
         self._layout = sys.modules[f"{PROBES_MODULES}nccl_layout"]
         self._asked_for = b""
@@ -108,6 +109,12 @@ class ProbeSwitch:
             session._refreshed = (0, 0)
 
     @property
+    def nccl_turns(self) -> str:
+        turns = [one.turns for one in self._plugins]
+        asked = [f"NCCL in one block of {one._every}, a cost of {one.cost_ratio:.2%} was measured" for one in turns]
+        return "; ".join(asked) or "no NCCL"
+
+    @property
     def names(self) -> list[str]:
         return [f"{owner.__name__}.{name}" for owner, name, _ in self._wrapped]
 
@@ -174,7 +181,7 @@ class Alternation:
         if self._switch is None:
             self._switch = ProbeSwitch()
             if self._is_first:
-                print(f"switched on and off: {', '.join(self._switch.names)}", flush=True)
+                print(f"switched on and off: {', '.join(self._switch.names)}; {self._switch.nccl_turns}", flush=True)
         self._switch.set(self._keeps_probe or number >= 2 * self._pairs or is_on(number))
         return number >= 2 * self._pairs
 
