@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,11 @@ def median_of_ratios(on: Sequence[float], off: Sequence[float], seed: int = 0) -
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
-def paired_ratio(on: Sequence[float], off: Sequence[float], seed: int = 0) -> Ratio:
-    """median(on) / median(off) of blocks that took turns: block i of one came next to block i of the other.
+def paired_ratio(
+    on: Sequence[float], off: Sequence[float], seed: int = 0, average: Callable[..., Any] = np.median
+) -> Ratio:
+    """median(on) / median(off) of blocks that took turns: block i of one came next to block i of the other. With the
+    mean as `average`, what happens in few blocks counts too.
 
     Pairs are drawn together, so that a slow drift of the machine, which hits both of a pair, does not widen the
     interval more than it must."""
@@ -53,6 +57,6 @@ def paired_ratio(on: Sequence[float], off: Sequence[float], seed: int = 0) -> Ra
     if len(ons) != len(offs) or len(ons) == 0:
         raise ValueError(f"{len(ons)} blocks on, {len(offs)} off; as many of each are needed, and at least one")
     drawn = np.random.default_rng(seed).integers(0, len(ons), (RESAMPLES, len(ons)))
-    ratios = np.median(ons[drawn], axis=1) / np.median(offs[drawn], axis=1)
+    ratios = average(ons[drawn], axis=1) / average(offs[drawn], axis=1)
     low, high = np.quantile(ratios, (0.025, 0.975))
-    return Ratio(float(np.median(ons) / np.median(offs)), float(low), float(high))
+    return Ratio(float(average(ons) / average(offs)), float(low), float(high))

@@ -130,7 +130,13 @@ class Turns:
         self._watch: Stopwatch | None = None
         self._new_watch = functools.partial(Stopwatch, not asked.cpu, asked.folder / f"steps-{rank}")
         self._alternation = Alternation(
-            asked.folder, rank, asked.pairs, asked.block_seconds, asked.after, ahead_steps=ALTERNATION_AHEAD_STEPS
+            asked.folder,
+            rank,
+            asked.pairs,
+            asked.block_seconds,
+            asked.after,
+            keeps_probe=asked.keep_probe,
+            ahead_steps=ALTERNATION_AHEAD_STEPS,
         )
 
     def are_over(self, steps: int) -> bool:
@@ -199,6 +205,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True, help="from the first step to the end")
     parser.add_argument("--pairs", type=int, default=0, help="of blocks without the probe and with it")
     parser.add_argument("--block-seconds", type=float, default=1.0)
+    parser.add_argument("--keep-probe", action="store_true", help="in blocks without it too: only a daemon is switched")
     parser.add_argument("--stand-in", choices=STAND_INS, help="a package that the machine lacks")
     parser.add_argument("--cpu", action="store_true")
     asked = parser.parse_args()

@@ -30,7 +30,7 @@ from benchmarks.gpu.foreign_cells import LAYOUTS, Layout
 from benchmarks.gpu.lab import LabJob, await_start, lab_job, multi_process_service, probe_folder
 from benchmarks.gpu.reporting import Report
 from benchmarks.running import BenchmarkError, RunningDaemon, child_pids, daemon
-from benchmarks.statistics import median_of_ratios
+from benchmarks.statistics import median_of_ratios, paired_ratio
 from tools.jobs.alternation import MIN_BLOCK_STEPS, is_on
 
 WARM_UP_SECONDS = 8.0
@@ -96,8 +96,8 @@ def measure(report: Report, asked: argparse.Namespace, probe: Path, environment:
     part = "" if asked.of == "both" else f", the {asked.of} alone"
     for average in ("median", "mean"):
         on, off = block_medians(millis, plan, average)
-        ratio = median_of_ratios(on, off)
         is_target = average == "median"
+        ratio = median_of_ratios(on, off) if is_target else paired_ratio(on, off, average=np.mean)
         report.add(
             f"{name}{part}, {average} step ({float(np.median(off)):.2f} ms without), {len(on)} pairs",
             f"{ratio.ratio:.4f} × ({ratio.low:.4f} – {ratio.high:.4f})",
@@ -145,6 +145,7 @@ def _foreign_job(
         source = unpacked(asked.source, folder, asked.cpu)
         words = ["--pairs", asked.layout_pairs, "--block-seconds", asked.block_seconds]
         words += ["--after", asked.warm_up, "--seconds", _limit(asked, layout.name)]
+        words += ["--keep-probe"] if asked.of == "daemon" else []
         arguments = [*script_arguments(layout, source, folder, asked.cpu), *map(str, words)]
         packages = os.pathsep.join(filter(None, (str(source.modules), os.environ.get("JOB_PYTHONPATH"))))
         with mock.patch.dict(os.environ, {"JOB_PYTHONPATH": packages}):

@@ -111,7 +111,7 @@ class ProbeSwitch:
     @property
     def nccl_turns(self) -> str:
         turns = [one.turns for one in self._plugins]
-        asked = [f"NCCL in one block of {one._every}, a cost of {one.cost_ratio:.2%} was measured" for one in turns]
+        asked = [f"NCCL in one block of {one.every}, a cost of {one.cost_ratio:.2%} was measured" for one in turns]
         return "; ".join(asked) or "no NCCL"
 
     @property

@@ -136,13 +136,11 @@ class DeviceSteps:
         sample = border.sample
         is_typical = self._is_typical(span_seconds / max(steps, 1))
         if span_seconds and is_typical and before is not None:
-            marks = 0
             if sample is not None:
                 exposed, waited = self._spans.settle(sample, span_seconds)
                 run_ahead = self._run_ahead(border, before, sample, started_ns)
-                marks = len(sample.spans) * 2 + len(sample.inputs) * 2 + len(sample.marks)
                 self.on_sample()
-            self._spans.rate.observe(span_seconds / max(steps, 1), marks)
+            self._spans.observe(span_seconds / max(steps, 1), sample)
         self._add_ddp(border)
         if steps == 1:
             self.on_step(border.ledger[STEPS], span_seconds)

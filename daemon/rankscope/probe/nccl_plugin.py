@@ -92,6 +92,11 @@ class NcclPlugin:
         return self._is_loaded and self.turns.is_whole(step)
 
     @property
+    def tells_every_step(self) -> bool:
+        """NCCL has loaded the plugin, and is asked in all steps but those of a trial."""
+        return self._is_loaded and self.turns.every == 1
+
+    @property
     def variable(self) -> str:
         """Value of nccl_layout.VARIABLE: descriptor, inode and device."""
         assert self.descriptor is not None

@@ -28,7 +28,7 @@ MEDIAN_TO_MEAN_ERROR = 1.2533
 class Turns:
     def __init__(self) -> None:
         self.cost_ratio = math.nan  # of a step, as measured last
-        self._every = 1  # block
+        self.every = 1  # of so many blocks, one is asked
         self._blocks: Dict[int, List[float]] = {}  # of the trial that is under way: seconds of steps
 
     def is_on(self, step: int) -> bool:
@@ -36,7 +36,7 @@ class Turns:
         block = self._trial_block(step)
         if block >= 0:
             return block % 4 in (0, 3)  # so that a drift cancels out
-        return step // BLOCK % self._every == 0
+        return step // BLOCK % self.every == 0
 
     def is_whole(self, step: int) -> bool:
         """Whether all collectives of a step are known: NCCL hears of a change only with the next one."""
@@ -66,7 +66,7 @@ class Turns:
         self.cost_ratio = median(ratios) - 1.0
         spread = MAD_TO_SIGMA * median(abs(ratio - 1.0 - self.cost_ratio) for ratio in ratios)
         error = MEDIAN_TO_MEAN_ERROR * spread / math.sqrt(len(ratios))
-        self._every = 1
+        self.every = 1
         if self.cost_ratio - ERRORS_NEEDED * error > COST_BUDGET_RATIO:
-            while self._every < RAREST and self.cost_ratio / self._every > COST_BUDGET_RATIO:
-                self._every *= 2
+            while self.every < RAREST and self.cost_ratio / self.every > COST_BUDGET_RATIO:
+                self.every *= 2

@@ -184,7 +184,7 @@ class Session:
             if self._device is None:
                 self.spans.groups.count(seconds, steps)
         self._use_device(ring)
-        self.spans.rate.tune()
+        self.spans.tune(self.facts.nccl.tells_every_step)
         ring.write_groups(self.spans.groups.rows())
         ranges = self.ranges.rows()
         if ranges:

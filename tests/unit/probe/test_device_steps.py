@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,9 @@ class Job:
         self.records: list[dict[str, float]] = []
         self.device = DeviceSteps(self.spans.clock, self.spans, self._write)
 
+    def sample_every(self, steps: int) -> None:
+        self.spans.rate.every = self.spans.collective_rate.every = steps
+
     def _write(
         self, end_ns: int, span_ns: int, seconds: dict[str, float], flags: int, steps: int, host_end_ns: int
     ) -> None:
@@ -101,7 +105,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def test_a_step_takes_its_device_time_despite_an_early_host(job: Job) -> None:
-    job.spans.rate.every = 4
+    job.sample_every(4)
     for number in range(200):
         job.cuda.main.enqueue(58.0)
         job.cuda.pass_time(4.0 if number < 20 else 58.0)  # until the queue is full
@@ -115,7 +119,7 @@ def test_a_step_takes_its_device_time_despite_an_early_host(job: Job) -> None:
 
 
 def test_a_late_host_is_never_ahead(job: Job) -> None:
-    job.spans.rate.every = 4
+    job.sample_every(4)
     for number in range(200):
         job.cuda.pass_time(number % 60)
         job.device.look()  # from beside the loop, at any moment
@@ -141,7 +145,7 @@ def test_the_rank_that_others_wait_for_has_the_shortest_spans(monkeypatch: pytes
     slots = []
     for own, others in ((10.0, 70.0), (70.0, 10.0)):  # victim, culprit
         job = Job(monkeypatch)
-        job.spans.rate.every = 4
+        job.sample_every(4)
         for _ in range(100):
             start_ns = job.cuda.main.reached_ns
             job.cuda.main.enqueue(own)
@@ -159,7 +163,7 @@ def test_the_rank_that_others_wait_for_has_the_shortest_spans(monkeypatch: pytes
 
 
 def test_an_asynchronous_collective_costs_what_the_stream_waits_for_it(job: Job) -> None:
-    job.spans.rate.every = 4
+    job.sample_every(4)
     for _ in range(100):
         work = job.group.allreduce(transfer=30.0, is_async=True)
         job.cuda.main.enqueue(20.0)  # goes on meanwhile
@@ -171,7 +175,7 @@ def test_an_asynchronous_collective_costs_what_the_stream_waits_for_it(job: Job)
 
 
 def test_coalesced_collectives_are_one_span_and_each_is_seen(job: Job) -> None:
-    job.spans.rate.every = 4
+    job.sample_every(4)
     for _ in range(100):
         job.group._start_coalescing()
         for _ in range(3):
@@ -186,7 +190,7 @@ def test_coalesced_collectives_are_one_span_and_each_is_seen(job: Job) -> None:
 
 
 def test_what_another_stream_waits_is_not_taken_for_exposed(job: Job) -> None:
-    job.spans.rate.every = 4
+    job.sample_every(4)
     for _ in range(100):
         job.cuda.current = job.cuda.side
         job.group.allreduce(transfer=30.0)
@@ -200,7 +204,7 @@ def test_what_another_stream_waits_is_not_taken_for_exposed(job: Job) -> None:
 
 
 def test_events_are_neither_recorded_nor_queried_during_graph_capture(job: Job) -> None:
-    job.spans.rate.every = 1
+    job.sample_every(1)
     for number in range(40):
         job.cuda.capturing = 10 <= number < 20
         job.cuda.main.enqueue(5.0)
@@ -214,7 +218,7 @@ def test_events_are_neither_recorded_nor_queried_during_graph_capture(job: Job) 
 
 
 def test_an_evaluation_between_two_steps_is_not_in_the_spans(job: Job) -> None:
-    job.spans.rate.every = 1
+    job.sample_every(1)
     for number in range(60):
         job.cuda.main.enqueue(400.0 if number == 40 else 5.0)
         job.group.allreduce(job.cuda.main.reached_ns + (300 * MS if number == 40 else 0))
@@ -225,7 +229,7 @@ def test_an_evaluation_between_two_steps_is_not_in_the_spans(job: Job) -> None:
 
 
 def test_events_are_used_again(job: Job) -> None:
-    job.spans.rate.every = 2
+    job.sample_every(2)
     for _ in range(500):
         job.cuda.main.enqueue(5.0)
         job.group.allreduce()
@@ -244,7 +248,7 @@ def test_sampling_keeps_its_budget_and_samples_steps_common_to_ranks(step_millis
             sampled = rate.is_sampled(step)
             rate.observe(step_milliseconds * jitter * 1e-3, marks if sampled else 0)
             if step % 20 == 0:
-                rate.tune()
+                rate.tune(collective_spans.SAMPLED_EVERY_SECONDS)
         rates.append(rate)
         cost = marks * collective_spans.MARK_SECONDS / (rate.every * step_milliseconds * 1e-3)
         is_at_least = rate.every * step_milliseconds * 1e-3 * 2 > collective_spans.SAMPLED_EVERY_SECONDS
@@ -253,11 +257,30 @@ def test_sampling_keeps_its_budget_and_samples_steps_common_to_ranks(step_millis
     assert all(densest.is_sampled(step) for step in range(1, 5000) if rarest.is_sampled(step))
 
 
+@pytest.mark.parametrize("is_told_by_nccl", [False, True])
+def test_collectives_are_marked_rarely_where_nccl_times_them(job: Job, is_told_by_nccl: bool) -> None:
+    for _ in range(1500):
+        for _ in range(20):
+            job.group.allreduce(transfer=0.1)
+        job.spans.mark_moment()
+        job.cuda.now_ns += int(5 * MS)
+        job.border()
+        job.spans.tune(is_told_by_nccl)
+    timed, sampled = (
+        sum(not math.isnan(record[name]) for record in job.records) for name in ("exposed_seconds", "run_ahead_seconds")
+    )
+    if is_told_by_nccl:
+        assert 0 < timed * 41 * collective_spans.MARK_SECONDS < 2 * collective_spans.COST_BUDGET_RATIO * 1500 * 5e-3
+        assert sampled > 3 * timed
+    else:
+        assert timed == sampled > 0
+
+
 def test_a_device_error_disables_the_probe_without_reaching_the_program(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a failed kernel every call of CUDA raises; the program's own next call is the one to tell it."""
-    job.spans.rate.every = 1
+    job.sample_every(1)
     job.border()
 
     def failing() -> int:

@@ -110,10 +110,14 @@ def test_steps_are_known_once_nccl_has_loaded_it(plugin: NcclPlugin) -> None:
     assert plugin.reason == ""
     assert not plugin.next_step(LOADED_AFTER_STEPS)
     assert plugin.reason == NOT_LOADED
+    assert not plugin.tells_every_step
     assert plugin.descriptor is not None
     os.pwrite(plugin.descriptor, nccl_layout.WANTED.pack(5), nccl_layout.INTERFACE_OFFSET)
     assert plugin.next_step(LOADED_AFTER_STEPS + 1)
     assert plugin.reason == ""
+    assert plugin.tells_every_step
+    plugin.turns.every = 8
+    assert not plugin.tells_every_step
 
 
 def test_turns_are_passed_on_to_nccl(plugin: NcclPlugin) -> None:
