@@ -1,8 +1,9 @@
 """Time in collectives, per process group, of whatever framework issues them from Python.
 
 On a GPU, marks go around what makes a stream wait: a synchronous collective, or `Work.wait` of an asynchronous one, in
-sampled steps only, and rarely where NCCL itself says how long they take. On a CPU the training thread itself waits, and every step is timed. A collective ends on all members
-of a group together and begins on each when it arrives, so the member that the others wait for has the shortest time.
+sampled steps only, and rarely where NCCL itself says how long they take. On a CPU the training thread itself waits, and
+every step is timed. A collective ends on all members of a group together and begins on each when it arrives, so the
+member that the others wait for has the shortest time.
 
 All wrappers are transparent to torch.compile: those around C functions are marked for it to skip, as it skips the C
 function itself, and those around Python functions lead straight to the original while compiling."""
