@@ -60,12 +60,12 @@ class StepGraph:
                     break
         return np.array(path, dtype=np.int64)
 
-    def replay(self, own_ns: Ints) -> Ints:
+    def replay(self, own_ns: Ints, transfer_ns: Ints | None = None) -> Ints:
         """The end of each operation with other times of own work, a column for each replay. Transfers take as long as
-        they did."""
+        they did where no other times are given, a column for each replay too."""
         starts = np.repeat(self.operations.start_ns[:, None], own_ns.shape[1], axis=1)
         stops = np.repeat(self.operations.stop_ns[:, None], own_ns.shape[1], axis=1)
-        transfer_ns = self.transfer_ns[:, None]
+        transfer_ns = self.transfer_ns[:, None] if transfer_ns is None else transfer_ns
         met, waits = self.meetings.number, self.waits
         missing = np.bincount(met[met >= 0], minlength=self.meetings.count)
         ready = np.flatnonzero(self.before < 0)

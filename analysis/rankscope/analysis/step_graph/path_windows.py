@@ -4,7 +4,7 @@ estimates what would come back if a rank worked as its peers."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mode
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, rows_of_groups, take_rows
+from rankscope.analysis.step_graph.common_losses import CommonLosses, CommonPast, Question, WindowRows
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.group_kinds import GroupKind
 from rankscope.analysis.step_graph.operations import Operations, since_issued
@@ -48,6 +49,7 @@ class PathWindow:
     peers_seconds: Floats  # of a step: what the rank's peers need for the same; own work where there is no peer
     issued_late_share: Floats  # of the excess over the peers: how much of it the host took, before it issued operations
     parts: WindowParts
+    common: CommonLosses
 
     @property
     def step_seconds(self) -> float:
@@ -80,6 +82,7 @@ class PathFinder:
     def __init__(self) -> None:
         self._stages: dict[int, deque[int]] = {}
         self._past = PastWork()
+        self._common = CommonPast()
         self._kinds = KindVotes()
         self.lonely = 0  # operations that one rank alone recorded
         self.judged: JudgedSteps | None = None  # of the last window; None saves its memory
@@ -107,7 +110,20 @@ class PathFinder:
         kinds = self._kinds.add(graph.operations)
         split = split_window(graph, path, steps.spans, is_inside, by_rank, kinds, peers.own_ns)
         path = path[is_inside[path]]
-        window = _window(_Sums(graph, path, is_inside, position, len(ranks)), steps, peers, ranks, stages, split)
+        sums = _Sums(graph, path, is_inside, position, len(ranks))
+        rows = WindowRows(
+            steps.place[steps.of_row],
+            position,
+            path,
+            sums.own_ns / sums.path_ns,
+            stages,
+            steps.nanoseconds[steps.inside],
+        )
+        suspicion = self._common.suspect(graph, rows, is_inside, kinds)
+        losses, answers = _losses(sums, steps, ranks, stages, peers.own_ns, suspicion.questions(graph))
+        common = suspicion.conclude(ranks, answers)
+        window = _window(sums, steps, peers, ranks, stages, losses, split, common)
+        self._common.learn(suspicion, common, window.step_ns, window.returns)
         self.judged = JudgedSteps(window, graph, path, peers, kinds)
         self._past.learn(graph, parts, (window.returns < UNREMARKABLE_RETURNS)[position])
         return window
@@ -169,6 +185,11 @@ class _Steps:
         return replace(steps, ends_ns=steps._ends(stop_ns), nanoseconds=steps.durations(stop_ns))
 
     @property
+    def place(self) -> Ints:
+        """The position among the steps inside, their number for others."""
+        return np.where(self.inside, np.cumsum(self.inside) - 1, np.count_nonzero(self.inside))
+
+    @property
     def spans(self) -> Inside:
         begins = np.roll(self.ends_ns, 1)
         return Inside(self.stretch[self.inside], begins[self.inside], self.ends_ns[self.inside])
@@ -211,10 +232,18 @@ class _Sums:
         return sums.astype(np.float64)
 
 
-def _window(sums: _Sums, steps: _Steps, peers: Peers, ranks: Ints, stages: Ints, parts: WindowParts) -> PathWindow:
+def _window(
+    sums: _Sums,
+    steps: _Steps,
+    peers: Peers,
+    ranks: Ints,
+    stages: Ints,
+    losses_ns: Floats,
+    parts: WindowParts,
+    common: CommonLosses,
+) -> PathWindow:
     graph, count = sums.graph, int(np.count_nonzero(steps.inside))
     is_compared = ~np.isnan(peers.own_ns)
-    on_path = sums.on_path(np.nan_to_num(graph.own_ns - peers.own_ns)) / sums.path_ns
     own_ns = sums.of_all(graph.own_ns)
     excess = sums.of_all(np.where(is_compared, graph.own_ns - peers.own_ns, 0.0))
     issued_late = sums.of_all(np.where(is_compared, graph.host_ns - peers.host_ns, 0.0))
@@ -225,7 +254,7 @@ def _window(sums: _Sums, steps: _Steps, peers: Peers, ranks: Ints, stages: Ints,
         stages,
         steps.step[steps.inside],
         steps.nanoseconds[steps.inside],
-        _losses(graph, steps, on_path, ranks, stages, peers.own_ns)[steps.inside],
+        losses_ns,
         sums.transfer_ns / sums.path_ns,
         sums.own_ns / sums.path_ns,
         float(sums.on_path(np.where(is_compared, graph.own_ns, 0)).sum() / max(float(sums.own_ns.sum()), 1.0)),
@@ -233,25 +262,37 @@ def _window(sums: _Sums, steps: _Steps, peers: Peers, ranks: Ints, stages: Ints,
         (own_ns - excess) / count / 1e9,
         late_share,
         parts,
+        common,
     )
 
 
-def _losses(graph: StepGraph, steps: _Steps, excess: Floats, ranks: Ints, stages: Ints, peers_ns: Floats) -> Floats:
+def _losses(
+    sums: _Sums, steps: _Steps, ranks: Ints, stages: Ints, peers_ns: Floats, questions: Sequence[Question]
+) -> tuple[Floats, list[Floats]]:
     """Nanoseconds by step and rank that would come back if the rank worked as its peers; NaN of ranks that were not
-    replayed. All others work at their best meanwhile: of two slow ranks, either alone would bring back nothing."""
+    replayed. All others work at their best meanwhile: of two slow ranks, either alone would bring back nothing. Then
+    nanoseconds by step for each question. One replay answers all, as its columns cost next to nothing."""
+    graph = sums.graph
     losses = np.full((len(steps.step), len(ranks)), np.nan)
+    replayed = _replayed(sums.on_path(np.nan_to_num(graph.own_ns - peers_ns)) / sums.path_ns, stages)
+    if not replayed and not questions:
+        return losses[steps.inside], []
     as_peers = np.where(np.isnan(peers_ns), graph.own_ns, np.nan_to_num(peers_ns)).astype(np.int64)
     best = np.minimum(graph.own_ns, as_peers)
-    replayed = _replayed(excess, stages)
-    if not replayed:
-        return losses
     mine = graph.operations.rank[:, None] == ranks[replayed]
     own_ns = [np.where(mine, column[:, None], best[:, None]) for column in (graph.own_ns, as_peers)]
-    stops = graph.replay(np.concatenate(own_ns, axis=1))
+    own_ns += [(graph.own_ns if one.own_ns is None else one.own_ns)[:, None] for one in questions]
+    transfer_ns = None
+    if any(one.transfer_ns is not None for one in questions):
+        transfer_ns = np.repeat(graph.transfer_ns[:, None], 2 * len(replayed) + len(questions), axis=1)
+        for column, one in enumerate(questions, 2 * len(replayed)):
+            transfer_ns[:, column] = graph.transfer_ns if one.transfer_ns is None else one.transfer_ns
+    stops = graph.replay(np.concatenate(own_ns, axis=1), transfer_ns)
     for column, position in enumerate(replayed):
         as_is, replaced = stops[:, column], stops[:, len(replayed) + column]
         losses[:, position] = steps.durations(as_is) - steps.durations(replaced)
-    return losses
+    answers = [steps.nanoseconds - steps.durations(stops[:, 2 * len(replayed) + at]) for at in range(len(questions))]
+    return losses[steps.inside], [answer[steps.inside] for answer in answers]
 
 
 def _replayed(excess: Floats, stages: Ints) -> list[int]:

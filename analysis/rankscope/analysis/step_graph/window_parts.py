@@ -235,7 +235,7 @@ def _bubble_ratio(graph: StepGraph, stage: Ints, position: Ints, rows: Ints, ran
 def _traffic(graph: StepGraph, rows: Ints, kind: Ints, kind_of_group: Ints) -> WindowTraffic:
     operations, count = graph.operations, len(KINDS)
     rows = rows[operations.kind[rows] != CollectiveKind.SEND]  # the other end of a message that is received
-    size, factor = _sizes(operations, rows)
+    size, factor = bus_sizes(operations, rows)
     of = kind[rows]
     key, start, stop = _union(
         operations.rank[rows] * count + of, operations.start_ns[graph.last[rows]], operations.stop_ns[rows]
@@ -260,7 +260,7 @@ def _sums(number: Ints, count: int, weights: Floats | None = None) -> Floats:
     return np.bincount(number, weights, minlength=count).astype(np.float64)
 
 
-def _sizes(operations: Operations, rows: Ints) -> tuple[Floats, Floats]:
+def bus_sizes(operations: Operations, rows: Ints) -> tuple[Floats, Floats]:
     """NCCL counts what a rank gives, what it takes from a reduce-scatter, and what it gives to one peer of many."""
     kind = operations.kind[rows]
     ranks = np.array([len(group.ranks) for group in operations.groups], dtype=np.int64)[operations.group[rows]]

@@ -22,6 +22,7 @@ from rankscope.analysis.step_graph.step_breakdown import StepBreakdown, TrafficT
 from rankscope.analysis.step_graph.step_picture import StepPicture, better_picture, draw_step
 from rankscope.analysis.step_graph.window_operations import RankOperations, join
 from rankscope.analysis.verdicts.long_steps import LongStepHistory, Stalls
+from rankscope.analysis.verdicts.path_findings import judge_common
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, ranks
 from rankscope.analysis.verdicts.windows import JobWindow
@@ -48,6 +49,7 @@ class PathFinding(NamedTuple):
     window: PathWindow
     slow: Bools  # costs enough in this window, and clearly more than the peers since it became slow
     lingering: Bools  # not slow, but not clearly back either
+    recent: Sequence[PathWindow]  # the last ones, this one included
 
 
 class PathHistory:
@@ -72,7 +74,7 @@ class PathHistory:
             losses = np.concatenate([one.losses_ns for one in self._since_slow(rank)])
             slow[rank] = _stands_out(losses, rank, window.stages)
         lingering = returns >= self._policy.hysteresis * needed
-        return PathFinding(window, slow, lingering & ~slow)
+        return PathFinding(window, slow, lingering & ~slow, [*self._windows][-self._policy.windows_kept :])
 
     def _since_slow(self, rank: int) -> list[PathWindow]:
         """The windows from the first in which the rank was slow, without a long pause since."""
@@ -124,7 +126,8 @@ def judge_path(windows: Sequence[PathWindow], policy: Policy = DEFAULT_POLICY) -
             names = tuple(windows[0].ranks[last_slow].tolist())
             reason = f"{ranks(names)} held up the others in the last {needed - 1} windows; a verdict needs {needed}"
             return Verdict(Kind.INSUFFICIENT_DATA, reason)
-        return Verdict(Kind.HEALTHY, "no rank holds up the others on the critical path")
+        common = judge_common(windows, slow.any(axis=1), policy)
+        return common or Verdict(Kind.HEALTHY, "no rank holds up the others on the critical path")
     during = np.flatnonzero(slow[:, culprits].any(axis=1))
     shown = windows[int(during[0]) : int(during[-1]) + 1]
     lost = sum(float(np.nan_to_num(window.losses_ns)[:, culprits].sum()) for window in shown)

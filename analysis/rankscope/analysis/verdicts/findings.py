@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, median_or_nan
+from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.asynchronous import SlowServer, find_slow_server, with_own_shares
 from rankscope.analysis.verdicts.critical_path import PathFinding
-from rankscope.analysis.verdicts.job_summary import JobSummary
+from rankscope.analysis.verdicts.job_summary import JobSummary, is_contended
 from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
 from rankscope.analysis.verdicts.network_causes import network_evidence
 from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
-from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
+from rankscope.analysis.verdicts.path_findings import NOTHING_COMMON, find_common
+from rankscope.analysis.verdicts.slow_rank import Screen, find_split, step_noise
+from rankscope.analysis.verdicts.slow_stage import SlowStage, find_slow_stage
 from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.verdict import ranks
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
@@ -25,56 +27,7 @@ from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 # Evidence is read from the whole window of a rank, which costs more than its row.
 MAX_RANKS_LOOKED_AT = 8
 
-# Pipeline stages are compared by their medians: a long stage is no rank's fault.
-
-
-@dataclass(frozen=True)
-class SlowStage:
-    stage: int
-    ratio: float
-    impact_ratio: float
-
-
-def find_slow_stage(columns: RankColumns, summary: JobSummary, policy: Policy, part: float = 1.0) -> SlowStage | None:
-    """The stage with a median of own work that exceeds that of the other stages, if one has. `part` of the way to the
-    thresholds is enough.
-
-    It must stand out of the spread of ranks around their stages, as a rank must out of its cohort. Where ranks queue
-    for a CPU, their work takes longer too, by chance: there a stage needs the ratio of a rank that queues."""
-    stages = np.unique(columns.stage)
-    if len(stages) < 2 or stages[0] < 0:
-        return None
-    own = work_seconds(columns)
-    medians = np.array([median_or_nan(own[columns.stage == stage]) for stage in stages])
-    if np.isnan(medians).any():
-        return None
-    slowest = int(np.argmax(medians))
-    others = np.delete(medians, slowest)
-    usual = float(np.median(others))
-    if not usual > 0:
-        return None
-    ratio = medians[slowest] / usual
-    # A step is never shorter than the work in it.
-    impact = (medians[slowest] - others.max()) / max(medians[slowest], median_or_nan(columns.step_seconds))
-    # A device does not queue.
-    queues = is_contended(summary, policy) and not is_timed_on_device(columns).all()
-    needed = max(policy.stage_ratio, policy.starved_rank_ratio if queues else 0.0)
-    deviation = median_or_nan(np.abs(own - medians[np.searchsorted(stages, columns.stage)]))
-    spread = max(MAD_TO_SIGMA * deviation, policy.spread_floor_ratio * usual)
-    spread = max(spread, policy.step_noise_weight * median_or_nan(step_noise(columns)))
-    if ratio < 1 + part * (needed - 1) or not impact >= policy.impact_ratio:
-        return None
-    if not medians[slowest] - usual >= part * policy.rank_score * spread:
-        return None
-    return SlowStage(int(stages[slowest]), float(ratio), float(impact))
-
-
 # Uneven data: no rank in particular is slow, yet all wait, because another rank is last each step.
-
-
-def is_contended(summary: JobSummary, policy: Policy) -> bool:
-    """On an oversubscribed machine the scheduler spreads the steps: no sign of uneven data or of a slow stage."""
-    return summary.starved_seconds >= policy.contended_ratio * summary.step_seconds
 
 
 def imbalance_impact(summary: JobSummary, policy: Policy) -> float | None:
@@ -205,12 +158,17 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, long_steps: LongStep
 
 
 def observe_path(ready: ReadyWindow, path: PathFinding, long_steps: LongStepHistory, policy: Policy) -> Observation:
-    """Takes the slow ranks from the critical path. Where ranks have different roles, sums show neither who began a wait
+    """Takes all findings from the critical path. Where ranks have different roles, sums show neither who began a wait
     that is passed on, nor a long stage, nor uneven data."""
     window, summary, steps = ready.window, ready.summary, path.window
     late, is_long = long_steps.add_path(steps, policy)
     any_outlier = bool(path.slow.any())
     returns = steps.returns
+    # A busy machine spreads steps and slows transfers.
+    is_explained = any_outlier or bool(late) or is_contended(summary, policy)
+    common = NOTHING_COMMON if is_explained else find_common(path.recent, policy)
+    if common.imbalance_impact_ratio is not None and _share_device(window):
+        common = replace(common, imbalance_impact_ratio=None)
     screen = replace(
         ready.screen,
         compared_seconds=steps.own_seconds,
@@ -228,16 +186,17 @@ def observe_path(ready: ReadyWindow, path: PathFinding, long_steps: LongStepHist
         summary,
         screen.compared_seconds - screen.reference_seconds,
         remarkable=any_outlier
+        or common.is_remarkable
         or any(one is not None for one in long_steps.found)
         or _concerns_everyone(summary, policy),
         outliers=frozenset(window.columns.rank[path.slow].tolist()),
         lingering=frozenset(window.columns.rank[path.lingering].tolist()),
         impact_ratio=float(min(returns[path.slow].sum(), 1.0)),
-        stage=None,
-        stage_lingering=None,
-        transfer=None,
-        network="",
-        imbalance_impact_ratio=None,
+        stage=common.stage,
+        stage_lingering=common.stage_lingering,
+        transfer=common.transfer,
+        network=_network_evidence(window, policy) if common.transfer is not None else "",
+        imbalance_impact_ratio=common.imbalance_impact_ratio,
         late=late,
         stalls=long_steps.found,
         lost_by_all_seconds=long_steps.lost_by_all_seconds,

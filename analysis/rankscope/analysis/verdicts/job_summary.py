@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Floats, Ints, grouped_max, grouped_median, grouped_min
 from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, waited_seconds
-from rankscope.analysis.verdicts.thresholds import FIXED
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
 from rankscope.analysis.verdicts.windows import RankColumns
 
 
@@ -87,3 +87,8 @@ def summarize(columns: RankColumns, screen: Screen, job_count: int) -> list[JobS
     }
     table = np.column_stack([figures[name] for name in JobSummary._fields])
     return [JobSummary(*row) for row in table.tolist()]
+
+
+def is_contended(summary: JobSummary, policy: Policy) -> bool:
+    """On an oversubscribed machine the scheduler spreads the steps: no sign of uneven data or of a slow stage."""
+    return summary.starved_seconds >= policy.contended_ratio * summary.step_seconds

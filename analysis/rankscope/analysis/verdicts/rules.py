@@ -14,8 +14,12 @@ from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.asynchronous import pace, server_cause
 from rankscope.analysis.verdicts.causes import name_cause, peers_of
-from rankscope.analysis.verdicts.findings import Observation, is_contended
+from rankscope.analysis.verdicts.findings import Observation
+from rankscope.analysis.verdicts.job_summary import is_contended
+from rankscope.analysis.verdicts.path_findings import UNEVEN
+from rankscope.analysis.verdicts.slow_communication import SlowTransfer
 from rankscope.analysis.verdicts.slow_rank import Screen, is_timed_on_device, with_stalls
+from rankscope.analysis.verdicts.slow_stage import SlowStage
 from rankscope.analysis.verdicts.stack_profiles import StackHistory
 from rankscope.analysis.verdicts.stall_lines import StallLines
 from rankscope.analysis.verdicts.thresholds import FIXED, Policy
@@ -40,14 +44,10 @@ USUAL_RANKS_ASKED = 4
 CAUSE_KEPT_WINDOWS = 5
 MAX_PAST_WINDOWS = 30
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
-UNEVEN = Verdict(
-    Kind.DATA_IMBALANCE,
-    "all ranks wait in turn: the work of a step is spread unevenly, and differently each time",
-    Severity.ALARM,
-    cause=Cause("unknown", (), "self time varies by step"),
-)
 # Changes of excesses from window to window that show what they vary by.
 MIN_CHANGES = 4
+# Kinds of which a beginning looks like uneven data.
+EXPLAINS_UNEVEN = (Kind.SLOW_RANK, Kind.SLOW_STAGE)
 # A cause of another kind must be found so often in a row before it replaces the one that was named.
 CAUSE_CHANGES_AFTER = 2
 
@@ -293,34 +293,22 @@ class RecentWindows:
         found = [o.stage for o in self._recent if o.stage and o.stage.stage == stage]
         if not found:
             return self._before
-        columns = self._recent[-1].columns
-        impact = float(np.mean([f.impact_ratio for f in found]))
-        return Verdict(
-            Kind.SLOW_STAGE,
-            f"stage {stage} works {found[-1].ratio:.2f}× as long as the other stages; no rank in it stands out",
-            severity,
-            Confidence.HIGH,
-            tuple(columns.rank[columns.stage == stage].tolist()),
-            stage=stage,
-            impact_ratio=impact,
-            cause=Cause("stage", (), "the stage's median self time against that of the other stages"),
-        )
+        return SlowStage.verdict(found, severity)
 
     def _slow_communication(self) -> Verdict | None:
         found = [o.transfer for o in self._recent if o.transfer]
         if not found:
             return None
-        reason = (
-            f"no rank is late, but a step's communication takes {milliseconds(found[-1].transfer_seconds)} "
-            f"instead of {milliseconds(found[-1].usual_seconds)}"
-        )
-        cause = Cause("communication", (), f"{found[-1].ratio:.1f}× its own past")
+        typical = SlowTransfer.typical(found)
+        cause = Cause("communication", (), typical.evidence)
         network = next((o.network for o in reversed(self._recent) if o.network), "")
         if network:
             cause = Cause(NETWORK, (), network)
         elif self._before.kind is Kind.SLOW_COMMUNICATION and self._before.cause.phase == NETWORK:
             cause = self._before.cause  # an error that was counted is over a minute later, its effect may not be
-        return self._everyone(Kind.SLOW_COMMUNICATION, [f.impact_ratio for f in found], reason, cause)
+        impacts = [one.impact_ratio for one in found]
+        verdict = self._everyone(Kind.SLOW_COMMUNICATION, impacts, typical.reason, cause)
+        return verdict and replace(verdict, group=typical.where, links=typical.links)
 
     def _imbalance(self) -> Verdict | None:
         found = [o.imbalance_impact_ratio for o in self._recent if o.imbalance_impact_ratio is not None]
@@ -437,7 +425,8 @@ def _place_of(culprits: list[int], window: JobWindow) -> str:
 class Damper:
     """Keeps a job's verdict from flipping between kinds. Persistence and hysteresis within a kind are the rules' own.
 
-    - A standing alarm gives way to a finding of another kind when that has become an alarm.
+    - A standing alarm gives way to a finding of another kind when that has become an alarm, and at once to one that
+      explains it: data looks uneven while a rank becomes slow.
     - Doubt (`insufficient_data`) must persist as long as an alarm before it replaces an answer.
     - What comes back soon after it went is still there: it stays until it has not been seen for a minute. Meanwhile
       only an alarm that names ranks replaces it."""
@@ -472,6 +461,8 @@ class Damper:
             return False  # a job moves, or it does not
         if found.kind is Kind.INSUFFICIENT_DATA:
             return self._doubts < self._policy.windows_for_alarm
+        if standing.kind is Kind.DATA_IMBALANCE and found.kind in EXPLAINS_UNEVEN:
+            return False
         is_held = self._came_back and self._is_recent(self._seen)
         if found.kind is Kind.HEALTHY or not standing.kind.is_finding:
             return is_held and not found.kind.is_finding

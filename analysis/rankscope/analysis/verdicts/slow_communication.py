@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, nan
-from statistics import median
+from statistics import median, mode
 from typing import NamedTuple
 
 import numpy as np
 
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.verdict import milliseconds, percent
 
 MAX_BASELINE_WINDOWS = 120
 
@@ -22,6 +24,31 @@ class SlowTransfer:
     impact_ratio: float
     transfer_seconds: float
     usual_seconds: float
+    # Of some groups or links, where the critical path shows them.
+    where: str = ""
+    links: tuple[tuple[int, ...], ...] = ()  # ranks of each
+    rates: str = ""  # now and usually
+    against: str = "its own past"
+
+    @property
+    def evidence(self) -> str:
+        return f"{self.ratio:.1f}× {self.against}"
+
+    @property
+    def reason(self) -> str:
+        times = f"{milliseconds(self.transfer_seconds)} instead of {milliseconds(self.usual_seconds)}"
+        if not self.where:
+            return f"no rank is late, but a step's communication takes {times}"
+        verb = "takes" if len(self.links) == 1 else "take"
+        back = f"{percent(self.impact_ratio)} of the job's time would come back"
+        return f"no rank is late, but {self.where} {verb} {times} of a step{self.rates}; without that, {back}"
+
+    @classmethod
+    def typical(cls, found: Sequence[SlowTransfer]) -> SlowTransfer:
+        """The latest of those in the groups that are slow most often: one group more or less is chance."""
+        latest = [*reversed(found)]
+        where = mode(one.where for one in latest)
+        return next(one for one in latest if one.where == where)
 
 
 class Pace(NamedTuple):

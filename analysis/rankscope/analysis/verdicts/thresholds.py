@@ -184,6 +184,29 @@ class FixedThresholds:
     path_compared_share: float = threshold(
         0.5, "The critical path is judged when peers do the same as this share of the work on it."
     )
+    # Of 160 windows of healthy jobs on a shared GPU, none had more than 0.04 with such a growth.
+    path_stage_impact_ratio: float = threshold(
+        0.1, "A stage is slow on the critical path when this share would come back if it worked as usual."
+    )
+    path_stage_growth_ratio: float = threshold(
+        1.15, "And when its own work is this ratio of what it was, beyond what the other stages' grew."
+    )
+    path_stage_ranks_share: float = threshold(
+        0.5, "And when each of its ranks grew by this share of what the stage grew."
+    )
+    path_others_ratio: float = threshold(
+        3.0, "A stage or a group without a past is slow on the path from this ratio to the others of its kind."
+    )
+    path_slowdown_share: float = threshold(
+        0.5, "A loss against the past counts when steps became longer by this share of it."
+    )
+    # The largest of healthy jobs on a shared GPU was 0.02.
+    path_uneven_impact_ratio: float = threshold(
+        0.05, "Data is uneven on the critical path when even work of each stage's ranks would bring back this share."
+    )
+    path_stalled_share: float = threshold(
+        0.1, "This share of steps, with the largest losses, does not show whether data is uneven: stalls are in few."
+    )
     window_filled_ratio: float = threshold(
         0.5, "Ranks are not compared in a window that steps fill by less than this share of the job's fullest window."
     )

@@ -52,8 +52,9 @@ class Kind(str, Enum):
     )
     SLOW_COMMUNICATION = (
         "slow_communication",
-        "no rank is late, but communication takes longer than earlier in the same job",
-        "communication is slow; no rank is to blame",
+        "no rank is late, but communication takes longer than earlier in the same job; where the critical path is "
+        "known, the groups or the links in which it does are reported",
+        "communication is slow{in_groups}; no rank is to blame",
     )
     INPUT_BOUND = "input_bound", "every rank waits for its data", "every rank waits for its input"
     LOW_MFU = "low_mfu", "MFU is below the target set with `--mfu-target`", "MFU is below its target"
@@ -117,7 +118,8 @@ class Verdict:
     confidence: Confidence = Confidence.HIGH
     culprits: tuple[int, ...] = ()
     stage: int | None = None
-    group: str = ""
+    group: str = ""  # the node of the culprits, or the process groups in which communication is slow
+    links: tuple[tuple[int, ...], ...] = ()  # the ranks of each of these groups; two for messages
     impact_ratio: float | None = None
     lost_gpu_seconds: float | None = None
     cause: Cause = Cause()
@@ -169,6 +171,7 @@ def headline(verdict: Verdict) -> str:
     """`rank 2 is slow because of model.py:88 (normalize_features, forward)`"""
     who = accused(verdict)
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
+    in_groups = f" in {verdict.group}" if verdict.group else ""
     what = verdict.kind.headline.format(
         who=who,
         are=plural,
@@ -176,6 +179,7 @@ def headline(verdict: Verdict) -> str:
         reason=verdict.reason,
         where=_where(verdict.cause),
         server=f" ({who})" if who else "",
+        in_groups=in_groups,
     )
     if verdict.kind is Kind.HEALTHY and verdict.cause.evidence:
         what += f"; {verdict.cause.evidence}"
@@ -184,7 +188,7 @@ def headline(verdict: Verdict) -> str:
         return f"{who} {stall} {verdict.cause.stalls}{_where(verdict.cause)}"
     if verdict.kind is Kind.SLOW_COMMUNICATION and verdict.cause.phase == NETWORK:
         shown = f" ({verdict.cause.evidence})" if verdict.cause.evidence else ""
-        what = f"communication is slow because of the network{shown}"
+        what = f"communication is slow{in_groups} because of the network{shown}"
     if verdict.kind is Kind.HANG and who:
         what += f": {who} {_HUNG.get(verdict.cause.phase, 'never entered the collective').format(is_=plural)}"
     if verdict.kind in _NAMES_LINES and verdict.culprits:

@@ -1,0 +1,125 @@
+"""What a window of steps loses without a rank of its own that is slow: to a stage, to a link, to uneven work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, Floats, Ints
+from rankscope.analysis.step_graph.graph import StepGraph
+from rankscope.analysis.step_graph.group_kinds import GroupKind
+from rankscope.analysis.step_graph.links import PastLinks, SlowLink, SuspectedLink, WindowLinks
+from rankscope.analysis.step_graph.own_work import (
+    MIN_UNEVEN_SHARE,
+    Pace,
+    PastPace,
+    Spread,
+    StageWork,
+    SuspectedStage,
+    UnevenWork,
+    suspect_stage,
+)
+
+# A window in which a stage, a link or a rank costs more is not what is usual.
+REMARKABLE_LOSS_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class CommonLosses:
+    """None where too little may come back for a replay."""
+
+    stage: StageWork | None = None
+    link: SlowLink | None = None
+    uneven: UnevenWork | None = None
+
+
+class WindowRows(NamedTuple):
+    """Where the rows of a graph belong in a window."""
+
+    step: Ints  # of each row, by position; those outside have the number of steps
+    position: Ints  # of each row's rank
+    path: Ints  # rows
+    path_shares: Floats  # of own work on the path, by rank
+    stages: Ints  # by rank
+    step_ns: Floats
+
+
+class Question(NamedTuple):
+    """What would be if some work or some transfers took another time; None: what they took."""
+
+    own_ns: Ints | None = None
+    transfer_ns: Ints | None = None
+
+
+class Suspicion:
+    """The losses that a window may have, and the questions that show whether it does."""
+
+    def __init__(self, graph: StepGraph, rows: WindowRows, usual: Pace | None, links: WindowLinks | None) -> None:
+        count, steps = len(rows.stages), len(rows.step_ns)
+        cell = rows.step * count + rows.position
+        own = np.bincount(cell, graph.own_ns, (steps + 1) * count)[: steps * count].reshape(steps, count)
+        self._rows = rows
+        self._cell = cell
+        self.pace, self.links = Pace.of(own, rows.step_ns), links
+        self._growth = (1.0, 1.0)
+        if usual is not None:
+            job, by_rank = self.pace.growth_since(usual)
+            self._growth = job, float(np.median(by_rank))
+        self.spread: Spread | None = Spread.of(own, rows.stages)
+        if self.spread.share(own, rows.step_ns) < MIN_UNEVEN_SHARE:
+            self.spread = None
+        self.stage: SuspectedStage | None = suspect_stage(self.pace, usual, rows.stages, rows.path_shares)
+        self.link: SuspectedLink | None = None
+
+    def questions(self, graph: StepGraph) -> list[Question]:
+        asked = []
+        if self.spread is not None:
+            even = np.append(self.spread.even, np.ones((1, len(self._rows.stages))), axis=0).ravel()
+            asked.append(Question(own_ns=(graph.own_ns * even[self._cell]).astype(np.int64)))
+        if self.stage is not None:
+            asked.append(Question(own_ns=(graph.own_ns * self.stage.factor[self._rows.position]).astype(np.int64)))
+        if self.link is not None and self.links is not None:
+            asked.append(Question(transfer_ns=self.link.usual_transfer_ns(self.links, graph.transfer_ns)))
+        return asked
+
+    def conclude(self, ranks: Ints, losses_ns: Sequence[Floats]) -> CommonLosses:
+        """`losses_ns`: by step, an answer for each question."""
+        answers = iter(losses_ns)
+        uneven = None if self.spread is None else UnevenWork(next(answers), self.spread.held_ns)
+        stage = None
+        if self.stage is not None:
+            inside = ranks[self._rows.stages == self.stage.stage]
+            stage = StageWork.of(self.stage, inside, next(answers))
+        link = None
+        if self.link is not None and self.links is not None:
+            link = self.link.slow(self.links, self._growth, next(answers))
+        return CommonLosses(stage, link, uneven)
+
+
+class CommonPast:
+    """What earlier windows of the job show."""
+
+    def __init__(self) -> None:
+        self._pace = PastPace()
+        self._links = PastLinks()
+
+    def suspect(
+        self, graph: StepGraph, rows: WindowRows, inside: Bools, kinds: Sequence[GroupKind]
+    ) -> Suspicion:
+        links = self._links.see(graph, np.flatnonzero(inside), kinds, rows.path)
+        suspicion = Suspicion(graph, rows, self._pace.usual(len(rows.stages)), links)
+        suspicion.link = None if links is None else self._links.suspect(links)
+        return suspicion
+
+    def learn(self, suspicion: Suspicion, found: CommonLosses, step_ns: Floats, returns: Floats) -> None:
+        """Take the window for usual, unless a stage, a link or a rank costs much in it."""
+        known = (one for one in (found.stage, found.link) if one is not None and one.is_against_past)
+        losses = [float(one.loss_ns.sum()) for one in known]
+        largest = max([float(returns.max(initial=0.0)), *(loss / float(step_ns.sum()) for loss in losses)])
+        if largest < REMARKABLE_LOSS_SHARE:
+            self._pace.learn(suspicion.pace)
+            if suspicion.links is not None:
+                self._links.learn(suspicion.links)
