@@ -1,4 +1,4 @@
-"""`rankscope analyze recording`: the critical path of recorded steps, and the rank that holds the others up."""
+"""`rankscope analyze recording`: the critical path of recorded steps, and what holds the ranks up."""
 
 from __future__ import annotations
 
@@ -111,6 +111,9 @@ def _to_json(judged: _Judged) -> dict[str, Any]:
     return {
         "verdict": verdict.kind.value,
         "culprits": list(verdict.culprits),
+        "stage": verdict.stage,
+        "group": verdict.group,
+        "links": [list(ranks) for ranks in verdict.links],
         "impact_ratio": verdict.impact_ratio,
         "reason": verdict.reason,
         "live_verdict": judged.recording.live_verdict,

@@ -155,7 +155,9 @@ class Verdict(_message.Message):
     confidence: Global___Confidence.ValueType
     stage: _builtins.int
     group: _builtins.str
-    """Set when the culprits are all the ranks of one place: "node gpu-17", "pod trainer-3"."""
+    """Set when the culprits are all the ranks of one place: "node gpu-17", "pod trainer-3". Of slow communication, where
+    it is known: "the data group of ranks 0 and 2".
+    """
     impact_ratio: _builtins.float
     lost_gpu_seconds: _builtins.float
     reason: _builtins.str

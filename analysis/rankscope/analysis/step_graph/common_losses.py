@@ -85,7 +85,7 @@ class Suspicion:
             asked.append(Question(transfer_ns=self.link.usual_transfer_ns(self.links, graph.transfer_ns)))
         return asked
 
-    def conclude(self, ranks: Ints, losses_ns: Sequence[Floats]) -> CommonLosses:
+    def conclude(self, graph: StepGraph, ranks: Ints, losses_ns: Sequence[Floats]) -> CommonLosses:
         """`losses_ns`: by step, an answer for each question."""
         answers = iter(losses_ns)
         uneven = None if self.spread is None else UnevenWork(next(answers), self.spread.held_ns)
@@ -95,7 +95,7 @@ class Suspicion:
             stage = StageWork.of(self.stage, inside, next(answers))
         link = None
         if self.link is not None and self.links is not None:
-            link = self.link.slow(self.links, self._growth, next(answers))
+            link = self.link.slow(self.links, graph.operations, self._growth, next(answers))
         return CommonLosses(stage, link, uneven)
 
 

@@ -16,6 +16,7 @@ from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, Ints, grouped_median, number_groups
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.group_kinds import GroupKind
+from rankscope.analysis.step_graph.operations import Operations
 from rankscope.analysis.step_graph.window_parts import KINDS, bus_sizes
 
 MAX_WINDOWS = 30
@@ -29,8 +30,8 @@ MAX_SIGHTS = 1 << 15
 SIZES_OF_OCTAVE = 4
 SIZE_BITS, KIND_BITS = 9, 5
 # Less is not replayed.
-MIN_RATIO = 1.25
-MIN_PATH_SHARE = 0.03
+MIN_RATIO = 1.4
+MIN_PATH_SHARE = 0.05
 MIN_RATIO_TO_OTHERS = 2.0
 # So many groups of a kind show which of them is slow.
 MIN_OTHER_GROUPS = 2
@@ -52,7 +53,6 @@ class _Sights(NamedTuple):
     link: Ints
     operations: Floats
     transfer_ns: Floats  # of the median operation
-    bus_bytes: Floats  # of all
 
 
 class WindowLinks(NamedTuple):
@@ -61,6 +61,7 @@ class WindowLinks(NamedTuple):
     sights: _Sights
     sight_of_row: Ints  # of the graph; -1 where none counts
     path_shares: Floats  # of the critical path, by sight
+    rows: Ints  # that count, one of each meeting
 
 
 class Against(NamedTuple):
@@ -71,7 +72,6 @@ class Against(NamedTuple):
     transfer_ns: Floats
     usual_ns: Floats
     spread_ns: Floats
-    bus_bytes: Floats
 
     @property
     def ratio(self) -> Floats:
@@ -103,17 +103,21 @@ class SuspectedLink(NamedTuple):
 
     def usual_transfer_ns(self, seen: WindowLinks, transfer_ns: Ints) -> Ints:
         """The transfers of the slow links with the usual time, and all others as they were; by row of the graph."""
-        link = seen.sights.link
-        factor = np.where(
-            np.isin(link, self.links) & self.against.is_known, 1 / np.maximum(self.against.ratio, 1.0)[link], 1.0
-        )
+        factor = np.where(self._is_of_slow(seen), 1 / np.maximum(self.against.ratio, 1.0)[seen.sights.link], 1.0)
         factor = np.append(factor, 1.0)  # the last stands for rows without a sight
         return np.asarray((transfer_ns * factor[seen.sight_of_row]).astype(np.int64))
 
-    def slow(self, seen: WindowLinks, growth: tuple[float, float], loss_ns: Floats) -> SlowLink:
+    def _is_of_slow(self, seen: WindowLinks) -> Bools:
+        """By sight."""
+        return np.isin(seen.sights.link, self.links) & self.against.is_known
+
+    def slow(
+        self, seen: WindowLinks, operations: Operations, growth: tuple[float, float], loss_ns: Floats
+    ) -> SlowLink:
         """`growth`: of the step and of own work."""
-        transfer, usual, spread, bus = (float(column[self.links].sum()) for column in self.against[2:])
+        transfer, usual, spread = (float(column[self.links].sum()) for column in self.against[2:])
         kind = int(seen.kinds[self.links[0]])
+        sizes, factors = bus_sizes(operations, seen.rows[self._is_of_slow(seen)[seen.sight_of_row[seen.rows]]])
         return SlowLink(
             kind=KINDS[kind],
             of_kind=int(np.count_nonzero((seen.kinds == kind) & (self.against.usual_ns > 0))),
@@ -123,7 +127,7 @@ class SuspectedLink(NamedTuple):
             score=(transfer - usual) / max(spread, LEAST_SPREAD_RATIO * usual, 1.0),
             transfer_ns=transfer / len(loss_ns),
             usual_ns=usual / len(loss_ns),
-            bus_bytes=bus / len(loss_ns),
+            bus_bytes=float((sizes * factors).sum()) / len(loss_ns),
             job_growth=growth[0],
             own_growth=growth[1],
             loss_ns=loss_ns,
@@ -173,13 +177,16 @@ class PastLinks:
         keys, sight = np.unique(key[counted], return_inverse=True)
         if not 0 < len(keys) <= MAX_SIGHTS:
             return None
-        sights = _look(graph, counted, of_row, keys, sight)
+        link = np.zeros(len(keys), dtype=np.int64)
+        link[sight] = of_row[counted]
+        transfer = grouped_median(graph.transfer_ns[counted].astype(np.float64), sight, len(keys))
+        sights = _Sights(keys, link, np.bincount(sight, minlength=len(keys)).astype(np.float64), transfer)
         place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
         sight_of_row = np.where(keys[place] == key, place, -1)
         on_path = path[sight_of_row[path] >= 0]
         transfers = np.bincount(sight_of_row[on_path], graph.transfer_ns[on_path], len(keys))
         whole = max(float(graph.transfer_ns[path].sum() + graph.own_ns[graph.last[path]].sum()), 1.0)
-        return WindowLinks(tuple(known), kind_of_link, sights, sight_of_row, transfers / whole)
+        return WindowLinks(tuple(known), kind_of_link, sights, sight_of_row, transfers / whole, counted)
 
     def _keys(self, graph: StepGraph, of_row: Ints, names: list[LinkName]) -> Ints:
         """By row: the link, kind and size of its operation, the same in all windows; -1 for one without a link."""
@@ -202,6 +209,8 @@ class PastLinks:
             found = _suspect(seen, past, MIN_RATIO)
             if len(found):
                 return SuspectedLink(found, past, True)
+        if sum(not name.is_pair for name in seen.names) <= MIN_OTHER_GROUPS:
+            return None
         others = _against_others(seen)
         found = _suspect(seen, others, MIN_RATIO_TO_OTHERS)
         return SuspectedLink(found, others, False) if len(found) else None
@@ -229,15 +238,6 @@ class PastLinks:
         return _sum(seen, np.where(is_known, usual[place], np.nan), spread[place])
 
 
-def _look(graph: StepGraph, rows: Ints, of_row: Ints, keys: Ints, sight: Ints) -> _Sights:
-    link = np.zeros(len(keys), dtype=np.int64)
-    link[sight] = of_row[rows]
-    transfer = grouped_median(graph.transfer_ns[rows].astype(np.float64), sight, len(keys))
-    each, factor = bus_sizes(graph.operations, rows)
-    counts, bus = (np.bincount(sight, weights, len(keys)).astype(np.float64) for weights in (None, each * factor))
-    return _Sights(keys, link, counts, transfer, bus)
-
-
 def _sum(seen: WindowLinks, usual_ns: Floats, spread_ns: Floats) -> Against:
     """`usual_ns`: by sight; NaN where it is not known."""
     sights, known = seen.sights, ~np.isnan(usual_ns)
@@ -246,7 +246,7 @@ def _sum(seen: WindowLinks, usual_ns: Floats, spread_ns: Floats) -> Against:
         return np.bincount(sights.link[known], values[known], len(seen.names)).astype(np.float64)
 
     times = (sights.operations * each for each in (sights.transfer_ns, usual_ns, spread_ns))
-    return Against(known, by_link(seen.path_shares), *map(by_link, times), by_link(sights.bus_bytes))
+    return Against(known, by_link(seen.path_shares), *map(by_link, times))
 
 
 def _against_others(seen: WindowLinks) -> Against:

@@ -14,12 +14,12 @@ from rankscope.analysis.stats.robust import Floats, Ints
 MAX_WINDOWS = 30
 MIN_WINDOWS = 5
 # A rank's quick steps show what it needs without a fault, which may be in most of the steps.
-QUICK_STEPS_PERCENTILE = 25
+QUICK_STEPS_SHARE = 1 / 4
 # Less is not replayed.
 MIN_UNEVEN_SHARE = 0.05
 MIN_STAGE_SHARE = 0.03
 MIN_STAGE_GROWTH = 1.1
-MIN_STAGE_RATIO = 2.0
+MIN_STAGE_RATIO = 2.5
 
 
 class Pace(NamedTuple):
@@ -73,7 +73,7 @@ class Spread(NamedTuple):
             if len(ranks) < 2:
                 continue
             own = np.maximum(own_ns[:, ranks], 1.0)
-            quick = np.percentile(own, QUICK_STEPS_PERCENTILE, axis=0)
+            quick = np.sort(own, axis=0)[int(QUICK_STEPS_SHARE * (len(own) - 1))]
             relative = own / quick
             even[:, ranks] = relative.mean(axis=1, keepdims=True) / relative
             last = relative.argmax(axis=1)

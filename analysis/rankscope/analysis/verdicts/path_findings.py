@@ -102,8 +102,7 @@ def _share(loss_ns: Floats, window: PathWindow) -> float:
 
 def _slowed_down(job_growth: float, share: float) -> bool:
     """Whether the steps became longer by about the share of them that would come back."""
-    expected = 1 / (1 - min(share, 0.99)) - 1
-    return job_growth - 1 >= FIXED.path_slowdown_share * expected
+    return (job_growth - 1) * (1 - share) >= FIXED.path_slowdown_share * share
 
 
 def _slow_stage(work: StageWork, window: PathWindow, part: float) -> SlowStage | None:

@@ -50,8 +50,10 @@ def seconds(layout: Layout) -> float:
 @MANY
 @pytest.mark.parametrize("twin", HEALTHY_TWINS, ids=["even", "last stage", "uneven data", "one long step"])
 def test_nobody_is_named_in_a_healthy_job(layout: Layout, twin: dict[str, Any]) -> None:
+    """Sequences of different length are a loss, but no rank's."""
     verdict = judged(replace(layout, **twin))
-    assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
+    assert verdict.kind is Kind.HEALTHY or ("uneven" in twin and verdict.kind is Kind.DATA_IMBALANCE)
+    assert verdict.culprits == ()
 
 
 @MANY
@@ -79,7 +81,7 @@ def test_two_slow_ranks_are_named() -> None:
 def test_the_unlucky_rank_of_uneven_data_is_not_named(seed: int) -> None:
     """Every rank costs something; these are the seeds in which one cost most over several windows."""
     verdict = judged(Layout(data=8, uneven=0.5, steps=100, seed=seed))
-    assert (verdict.kind, verdict.culprits) == (Kind.HEALTHY, ())
+    assert (verdict.kind, verdict.culprits) == (Kind.DATA_IMBALANCE, ())
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=4), Layout(data=4, steps=20)], ids=["no peers", "few steps"])

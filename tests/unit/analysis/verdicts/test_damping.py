@@ -167,8 +167,16 @@ class TestDamper:
         return kinds
 
     def test_only_an_alarm_of_another_kind_replaces_an_alarm(self) -> None:
-        warning = replace(SLOW_RANK, severity=Severity.WARNING)
-        assert self.settle(FINE, IMBALANCE, warning, SLOW_RANK)[-2:] == [Kind.DATA_IMBALANCE, Kind.SLOW_RANK]
+        warning, slow = replace(SLOW_RANK, severity=Severity.WARNING), Verdict(Kind.INPUT_BOUND, "", Severity.ALARM)
+        assert self.settle(FINE, slow, warning, SLOW_RANK)[-2:] == [Kind.INPUT_BOUND, Kind.SLOW_RANK]
+
+    @pytest.mark.parametrize("kind", [Kind.SLOW_RANK, Kind.SLOW_STAGE])
+    def test_what_explains_uneven_data_replaces_it_at_once(self, kind: Kind) -> None:
+        warning = Verdict(kind, "", Severity.WARNING, culprits=(2,))
+        assert self.settle(FINE, IMBALANCE, warning)[-1] is kind
+        assert self.settle(FINE, IMBALANCE, FINE, IMBALANCE, warning)[-1] is kind, "also if it has come back"
+        jitter = replace(warning, kind=Kind.JITTER, culprits=())
+        assert self.settle(FINE, IMBALANCE, jitter)[-1] is Kind.DATA_IMBALANCE
 
     def test_uneven_data_does_not_replace_a_repeatedly_named_rank(self) -> None:
         said = [FINE, SLOW_RANK, FINE, SLOW_RANK, IMBALANCE, IMBALANCE]
