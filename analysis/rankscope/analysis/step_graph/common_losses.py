@@ -60,7 +60,8 @@ class Suspicion:
     def __init__(self, graph: StepGraph, rows: WindowRows, usual: Pace | None, links: WindowLinks | None) -> None:
         count, steps = len(rows.stages), len(rows.step_ns)
         cell = rows.step * count + rows.position
-        own = np.bincount(cell, graph.own_ns, (steps + 1) * count)[: steps * count].reshape(steps, count)
+        sums = np.bincount(cell, graph.own_ns, (steps + 1) * count).astype(np.float64)
+        own = sums[: steps * count].reshape(steps, count)
         self._rows = rows
         self._cell = cell
         self.pace, self.links = Pace.of(own, rows.step_ns), links
@@ -106,9 +107,7 @@ class CommonPast:
         self._pace = PastPace()
         self._links = PastLinks()
 
-    def suspect(
-        self, graph: StepGraph, rows: WindowRows, inside: Bools, kinds: Sequence[GroupKind]
-    ) -> Suspicion:
+    def suspect(self, graph: StepGraph, rows: WindowRows, inside: Bools, kinds: Sequence[GroupKind]) -> Suspicion:
         links = self._links.see(graph, np.flatnonzero(inside), kinds, rows.path)
         suspicion = Suspicion(graph, rows, self._pace.usual(len(rows.stages)), links)
         suspicion.link = None if links is None else self._links.suspect(links)

@@ -111,9 +111,7 @@ class SuspectedLink(NamedTuple):
         """By sight."""
         return np.isin(seen.sights.link, self.links) & self.against.is_known
 
-    def slow(
-        self, seen: WindowLinks, operations: Operations, growth: tuple[float, float], loss_ns: Floats
-    ) -> SlowLink:
+    def slow(self, seen: WindowLinks, operations: Operations, growth: tuple[float, float], loss_ns: Floats) -> SlowLink:
         """`growth`: of the step and of own work."""
         transfer, usual, spread = (float(column[self.links].sum()) for column in self.against[2:])
         kind = int(seen.kinds[self.links[0]])

@@ -126,7 +126,7 @@ def judge_path(windows: Sequence[PathWindow], policy: Policy = DEFAULT_POLICY) -
             names = tuple(windows[0].ranks[last_slow].tolist())
             reason = f"{ranks(names)} held up the others in the last {needed - 1} windows; a verdict needs {needed}"
             return Verdict(Kind.INSUFFICIENT_DATA, reason)
-        common = judge_common(windows, slow.any(axis=1), policy)
+        common = judge_common(windows, np.asarray(slow.any(axis=1)), policy)
         return common or Verdict(Kind.HEALTHY, "no rank holds up the others on the critical path")
     during = np.flatnonzero(slow[:, culprits].any(axis=1))
     shown = windows[int(during[0]) : int(during[-1]) + 1]

@@ -16,8 +16,8 @@ from rankscope.analysis.verdicts.critical_path import PathFinding
 from rankscope.analysis.verdicts.job_summary import JobSummary, is_contended
 from rankscope.analysis.verdicts.long_steps import FoundStalls, LongStepHistory
 from rankscope.analysis.verdicts.network_causes import network_evidence
-from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.path_findings import NOTHING_COMMON, find_common
+from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import Screen, find_split, step_noise
 from rankscope.analysis.verdicts.slow_stage import SlowStage, find_slow_stage
 from rankscope.analysis.verdicts.thresholds import FIXED, Policy

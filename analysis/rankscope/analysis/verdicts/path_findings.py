@@ -173,10 +173,11 @@ def _uneven(recent: Sequence[PathWindow], policy: Policy) -> float | None:
         [np.zeros(len(one.step_ns)) if one.common.uneven is None else one.common.uneven.loss_ns for one in alike]
     )
     step_ns = np.concatenate([one.step_ns for one in alike])
+    usual_ns = max(median_or_nan(step_ns), 1.0)
+    share = float(losses.mean()) / usual_ns
     # A stall is in few steps.
-    usual = np.sort(losses)[: max(1, round(len(losses) * (1 - FIXED.path_stalled_share)))]
-    share = float(usual.mean()) / max(median_or_nan(step_ns), 1.0)
-    if share < FIXED.path_uneven_impact_ratio:
+    rest = np.sort(losses)[: max(1, round(len(losses) * (1 - FIXED.path_stalled_share)))]
+    if share < FIXED.path_uneven_impact_ratio or float(rest.mean()) / usual_ns < FIXED.path_uneven_rest_ratio:
         return None
     held_ns = np.sum([one.common.uneven.held_ns for one in alike if one.common.uneven is not None], axis=0)
     for stage in np.unique(stages).tolist():

@@ -200,12 +200,15 @@ class FixedThresholds:
     path_slowdown_share: float = threshold(
         0.5, "A loss against the past counts when steps became longer by this share of it."
     )
-    # The largest of healthy jobs on a shared GPU was 0.02.
+    # Healthy jobs on a shared GPU had none.
     path_uneven_impact_ratio: float = threshold(
         0.05, "Data is uneven on the critical path when even work of each stage's ranks would bring back this share."
     )
     path_stalled_share: float = threshold(
         0.1, "This share of steps, with the largest losses, does not show whether data is uneven: stalls are in few."
+    )
+    path_uneven_rest_ratio: float = threshold(
+        0.02, "Data is uneven on the critical path when the other steps lose this share too."
     )
     window_filled_ratio: float = threshold(
         0.5, "Ranks are not compared in a window that steps fill by less than this share of the job's fullest window."

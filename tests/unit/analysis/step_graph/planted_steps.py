@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, rows_of_groups
+from rankscope.analysis.stats.robust import Bools, Floats, rows_of_groups, take_rows
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.group_kinds import GroupKind, infer_group_kinds
 from rankscope.analysis.step_graph.operations import Operations
@@ -27,8 +27,9 @@ class Recorded:
     first_step: int = 0
 
     @classmethod
-    def read(cls, name: str, first_step: int = 0) -> Recorded:
-        return cls(read_recording(RECORDINGS / f"{name}.npz").operations, first_step)
+    def read(cls, name: str, first_step: int = 0, last_step: int = 1_000_000) -> Recorded:
+        operations = read_recording(RECORDINGS / f"{name}.npz").operations
+        return cls(take_rows(operations, operations.step <= last_step), first_step)
 
     @cached_property
     def graph(self) -> StepGraph:

