@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from rankscope.analysis.step_graph.group_kinds import GroupKind
+from rankscope.analysis.step_graph.recording import Recording
+from rankscope.cli import analyze_recording
 from tests.support.commands import Command
+from tests.unit.analysis.step_graph.planted_steps import Recorded
 
 RECORDINGS = Path(__file__).parents[2] / "data" / "nccl"
 
@@ -27,6 +32,7 @@ def test_the_verdict_as_json(recording: Command) -> None:
     assert report["unmatched_operations"] < 10
     assert [rank["stage"] for rank in report["ranks"]] == [0, 0, 1, 1]
     assert report["live_verdict"] == ""
+    assert (report["stage"], report["group"], report["links"]) == (None, "", [])
     window = next(window for window in report["windows"] if window["first_step"] == 89)
     assert window["last_step"] == 96
     assert window["step_seconds"] == pytest.approx(0.084, abs=0.002) and 0.15 < window["communication"] < 0.25
@@ -51,6 +57,21 @@ def test_where_a_step_goes_as_json(recording: Command) -> None:
     assert {part["group_kind"] for part in breakdown["parts"]} > {"tensor", "pipeline", "embedding"}
     traffic = {each["group_kind"]: each for each in breakdown["traffic"]}
     assert traffic["tensor"]["groups"] == 2 and traffic["tensor"]["bus_bytes_per_second"] > 1e9
+
+
+def test_a_slow_group_and_a_slow_stage_are_reported(recording: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded.read("pp2_dp2_healthy", first_step=60, last_step=140)
+    slow = job.slow_group(GroupKind.DATA, 3.0, (0, 1))
+    monkeypatch.setattr(analyze_recording, "read_recording", lambda file: Recording(slow, ""))
+    out = recording.answer("job.npz")
+    assert "communication is slow in the data group of ranks 0 and 1; no rank is to blame" in out
+    assert re.search(r"takes \d+\.\d ms instead of \d+\.\d ms of a step, at [\d.]+ GB/s instead of [\d.]+ GB/s", out)
+    report = recording.json("job.npz")
+    assert (report["verdict"], report["culprits"], report["links"]) == ("slow_communication", [], [[0, 1]])
+    assert report["group"] == "the data group of ranks 0 and 1"
+    slow = job.slow_stage(1, 2.0)
+    report = recording.json("job.npz")
+    assert (report["verdict"], report["culprits"], report["stage"]) == ("slow_stage", [2, 3], 1)
 
 
 def test_a_file_that_is_no_recording_is_refused(recording: Command, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class PastLinks:
     """The transfers of a job's last windows in which no loss was found."""
 
     def __init__(self) -> None:
-        self._numbers: dict[LinkName, int] = {}
+        self._numbers: dict[int, int] = {}  # by the hash of the link's name, which may have thousands of ranks
         self._windows: deque[_Sights] = deque(maxlen=MAX_WINDOWS)
         self._usual: tuple[Ints, Floats, Floats] | None = None  # keys in order, medians, spreads
         self._unlearned = 0
@@ -148,7 +148,7 @@ class PastLinks:
         low = np.where(is_message, np.minimum(operations.rank, operations.peer), operations.group)
         high = np.where(is_message, np.maximum(operations.rank, operations.peer), 0)
         met = graph.meetings.number >= 0
-        first, of_row = np.full((2, len(graph)), -1, dtype=np.int64)
+        of_row = np.full(len(graph), -1, dtype=np.int64)
         of_row[met], count = number_groups(is_message[met].astype(np.int64), low[met], high[met])
         first = np.zeros(count, dtype=np.int64)
         first[of_row[met]] = np.flatnonzero(met)
@@ -193,7 +193,8 @@ class PastLinks:
             self._windows.clear()
             self._usual = None
         operations = graph.operations
-        number = np.array([self._numbers.setdefault(name, len(self._numbers)) for name in names], dtype=np.int64)
+        numbers = [self._numbers.setdefault(hash(name), len(self._numbers)) for name in names]
+        number = np.array(numbers, dtype=np.int64)
         kind = np.where(operations.kind == CollectiveKind.SEND, CollectiveKind.RECV, operations.kind)
         fraction, exponent = np.frexp(np.maximum(operations.bytes, 0).astype(np.float64))
         size = SIZES_OF_OCTAVE * exponent + np.floor(2 * SIZES_OF_OCTAVE * np.maximum(fraction - 0.5, 0))

@@ -45,6 +45,15 @@ def test_the_path_goes_through_the_ranks_that_arrive_last() -> None:
     assert graph.own_ns[late].tolist() == [280, 0] and graph.transfer_ns[path].tolist() == [20, 10]
 
 
+def test_transfers_take_another_time_in_a_replay() -> None:
+    rows = (collective(0, 0, 0, 100), collective(0, 1, 150, 400), collective(1, 0, 90, 100), collective(1, 1, 380, 400))
+    graph = StepGraph.build(operations(*rows))
+    transfer = np.stack([graph.transfer_ns, 3 * graph.transfer_ns], axis=1)
+    stops = graph.replay(np.repeat(graph.own_ns[:, None], 2, axis=1), transfer)
+    assert stops[:, 0].tolist() == [100, 400, 100, 400]
+    assert stops[:, 1].tolist() == [120, 120 + 280 + 60, 120, 120 + 280 + 60]
+
+
 @pytest.mark.parametrize("layout", [Layout(data=3), Layout(tensor=2, pipeline=2, data=2), Layout(pipeline=4)])
 def test_every_nanosecond_of_the_path_has_one_owner(layout: Layout) -> None:
     graph = StepGraph.build(play(layout))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
+from rankscope.analysis.step_graph import links
 from rankscope.analysis.step_graph.group_kinds import GroupKind
 from rankscope.analysis.step_graph.operations import Operations
 from rankscope.analysis.step_graph.path_windows import PathFinder
@@ -144,6 +147,24 @@ def test_neighbours_in_a_pipeline_are_not_compared_with_others() -> None:
     """Some are on one node, others are not."""
     healthy = Recorded(play(Layout(pipeline=4, data=2, layer_ns=2_000_000)))
     assert judged(healthy.slow_group(GroupKind.PIPELINE, 20.0, (2, 4))).kind is Kind.HEALTHY
+
+
+def test_a_new_communicator_of_the_same_ranks_keeps_its_past() -> None:
+    job = recorded(MEGATRON)
+    operations = job.slow_group(GroupKind.DATA, 3.0, (0, 1))
+    again = tuple(replace(group, name=f"{group.name} again") for group in operations.groups)
+    is_new = operations.step >= job.first_step
+    renewed = np.where(is_new, operations.group + len(again), operations.group)
+    verdict = judged(replace(operations, group=renewed, groups=operations.groups + again))
+    assert (verdict.kind, verdict.links) == (Kind.SLOW_COMMUNICATION, ((0, 1),))
+
+
+def test_more_links_than_are_compared_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = recorded(MEGATRON).slow_group(GroupKind.DATA, 3.0, (0, 1))
+    for name in ("MAX_LINKS", "MAX_SIGHTS"):
+        with monkeypatch.context() as patched:
+            patched.setattr(links, name, 1)
+            assert judged(operations).kind is Kind.HEALTHY
 
 
 def test_a_busy_machine_is_no_slow_communication() -> None:
