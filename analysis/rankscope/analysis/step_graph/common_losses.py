@@ -43,6 +43,7 @@ class WindowRows(NamedTuple):
     position: Ints  # of each row's rank
     path: Ints  # rows
     path_shares: Floats  # of own work on the path, by rank
+    ranks: Ints
     stages: Ints  # by rank
     step_ns: Floats
 
@@ -64,7 +65,7 @@ class Suspicion:
         own = sums[: steps * count].reshape(steps, count)
         self._rows = rows
         self._cell = cell
-        self.pace, self.links = Pace.of(own, rows.step_ns), links
+        self.pace, self.links = Pace.of(rows.ranks, own, rows.step_ns), links
         self._growth = (1.0, 1.0)
         if usual is not None:
             job, by_rank = self.pace.growth_since(usual)
@@ -86,13 +87,13 @@ class Suspicion:
             asked.append(Question(transfer_ns=self.link.usual_transfer_ns(self.links, graph.transfer_ns)))
         return asked
 
-    def conclude(self, graph: StepGraph, ranks: Ints, losses_ns: Sequence[Floats]) -> CommonLosses:
+    def conclude(self, graph: StepGraph, losses_ns: Sequence[Floats]) -> CommonLosses:
         """`losses_ns`: by step, an answer for each question."""
         answers = iter(losses_ns)
         uneven = None if self.spread is None else UnevenWork(next(answers), self.spread.held_ns)
         stage = None
         if self.stage is not None:
-            inside = ranks[self._rows.stages == self.stage.stage]
+            inside = self._rows.ranks[self._rows.stages == self.stage.stage]
             stage = StageWork.of(self.stage, inside, next(answers))
         link = None
         if self.link is not None and self.links is not None:
@@ -109,7 +110,7 @@ class CommonPast:
 
     def suspect(self, graph: StepGraph, rows: WindowRows, inside: Bools, kinds: Sequence[GroupKind]) -> Suspicion:
         links = self._links.see(graph, np.flatnonzero(inside), kinds, rows.path)
-        suspicion = Suspicion(graph, rows, self._pace.usual(len(rows.stages)), links)
+        suspicion = Suspicion(graph, rows, self._pace.usual(rows.ranks), links)
         suspicion.link = None if links is None else self._links.suspect(links)
         return suspicion
 

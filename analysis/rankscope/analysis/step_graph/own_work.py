@@ -25,13 +25,14 @@ MIN_STAGE_RATIO = 2.5
 class Pace(NamedTuple):
     """Nanoseconds of the median step."""
 
+    ranks: Ints
     step_ns: float
     own_ns: Floats  # by rank
 
     @classmethod
-    def of(cls, own_ns: Floats, step_ns: Floats) -> Pace:
+    def of(cls, ranks: Ints, own_ns: Floats, step_ns: Floats) -> Pace:
         """`own_ns`: by step and rank."""
-        return cls(float(np.median(step_ns)), np.maximum(np.median(own_ns, axis=0), 1.0))
+        return cls(ranks, float(np.median(step_ns)), np.maximum(np.median(own_ns, axis=0), 1.0))
 
     def growth_since(self, past: Pace) -> tuple[float, Floats]:
         """The ratios of the step and of each rank's own work to those of the past."""
@@ -45,16 +46,16 @@ class PastPace:
         self._windows: deque[Pace] = deque(maxlen=MAX_WINDOWS)
 
     def learn(self, pace: Pace) -> None:
-        if self._windows and len(self._windows[-1].own_ns) != len(pace.own_ns):
+        if self._windows and not np.array_equal(self._windows[-1].ranks, pace.ranks):
             self._windows.clear()
         self._windows.append(pace)
 
-    def usual(self, ranks: int) -> Pace | None:
-        """None while too few windows of as many ranks are known."""
-        if len(self._windows) < MIN_WINDOWS or len(self._windows[-1].own_ns) != ranks:
+    def usual(self, ranks: Ints) -> Pace | None:
+        """None while too few windows of the same ranks are known."""
+        if len(self._windows) < MIN_WINDOWS or not np.array_equal(self._windows[-1].ranks, ranks):
             return None
-        steps, own = zip(*self._windows, strict=True)
-        return Pace(float(np.median(steps)), np.median(np.stack(own), axis=0))
+        _, steps, own = zip(*self._windows, strict=True)
+        return Pace(ranks, float(np.median(steps)), np.median(np.stack(own), axis=0))
 
 
 class Spread(NamedTuple):

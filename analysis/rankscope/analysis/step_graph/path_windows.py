@@ -116,12 +116,13 @@ class PathFinder:
             position,
             path,
             sums.own_ns / sums.path_ns,
+            ranks,
             stages,
             steps.nanoseconds[steps.inside],
         )
         suspicion = self._common.suspect(graph, rows, is_inside, kinds)
         losses, answers = _losses(sums, steps, ranks, stages, peers.own_ns, suspicion.questions(graph))
-        common = suspicion.conclude(graph, ranks, answers)
+        common = suspicion.conclude(graph, answers)
         window = _window(sums, steps, peers, ranks, stages, losses, split, common)
         self._common.learn(suspicion, common, window.step_ns, window.returns)
         self.judged = JudgedSteps(window, graph, path, peers, kinds)
