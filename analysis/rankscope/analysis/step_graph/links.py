@@ -38,7 +38,7 @@ MIN_OTHER_GROUPS = 2
 # Links of a kind are slow together from this share of the excess of the worst.
 ALIKE_RATIO = 0.5
 # A transfer varies by this share of its length.
-LEAST_SPREAD_RATIO = 0.05
+MIN_SPREAD_RATIO = 0.05
 
 
 class LinkName(NamedTuple):
@@ -122,7 +122,7 @@ class SuspectedLink(NamedTuple):
             names=tuple(sorted(seen.names[link] for link in self.links.tolist())),
             is_against_past=self.is_against_past,
             ratio=transfer / max(usual, 1.0),
-            score=(transfer - usual) / max(spread, LEAST_SPREAD_RATIO * usual, 1.0),
+            score=(transfer - usual) / max(spread, MIN_SPREAD_RATIO * usual, 1.0),
             transfer_ns=transfer / len(loss_ns),
             usual_ns=usual / len(loss_ns),
             bus_bytes=float((sizes * factors).sum()) / len(loss_ns),

@@ -11,7 +11,7 @@ STAGES = np.array([0, 0, 1])
 RANKS = np.arange(3)
 
 
-def test_a_rank_that_needs_longer_in_most_steps_holds_it_all() -> None:
+def test_a_rank_slow_in_most_steps_holds_it_all() -> None:
     """Its quick steps are what it needs."""
     own = np.full((8, 3), 100.0)
     own[:5, 1] = 200.0
