@@ -21,7 +21,7 @@ from tests.unit.analysis.verdicts.test_live_path import verdicts
 MEGATRON, DEEPSPEED, DATA_PARALLEL = "pp2_dp2_healthy", "deepspeed_pp2_dp2_healthy", "dp4_healthy"
 # Faults begin once enough of the past is known.
 FIRST_STEPS = {MEGATRON: 60, DATA_PARALLEL: 60, DEEPSPEED: 60}
-PIPELINES = (MEGATRON, DEEPSPEED)
+ALSO_DEEPSPEED = pytest.param(DEEPSPEED, marks=pytest.mark.acceptance)  # another trainer, the same rules
 SMALL = pytest.mark.parametrize("name", [MEGATRON, DATA_PARALLEL])
 
 
@@ -76,7 +76,9 @@ def test_more_work_of_all_ranks_is_no_stage(name: str) -> None:
     assert {one.kind for one in verdicts(operations)} <= {Kind.INSUFFICIENT_DATA, Kind.HEALTHY}
 
 
-@pytest.mark.parametrize(("name", "stage"), [(MEGATRON, 0), (MEGATRON, 1), (DEEPSPEED, 0)])
+@pytest.mark.parametrize(
+    ("name", "stage"), [(MEGATRON, 0), (MEGATRON, 1), pytest.param(DEEPSPEED, 0, marks=pytest.mark.acceptance)]
+)
 def test_a_stage_slower_than_before_is_named(name: str, stage: int) -> None:
     job = recorded(name)
     operations = job.slow_stage(stage, 2.0)
@@ -117,7 +119,7 @@ SLOW_GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [MEGATRON, ALSO_DEEPSPEED])
 @pytest.mark.parametrize("slow", SLOW_GROUPS)
 def test_a_group_slower_than_before_is_named(name: str, slow: str) -> None:
     kind, factor, ranks, said = SLOW_GROUPS[slow]
