@@ -88,8 +88,8 @@ def _print(judged: _Judged, file: Path) -> None:
         headings = ("steps", "step", "communication", "own work on the critical path", "would come back")
         rows = [headings, *(_row(window) for window in judged.windows)]
         terminal.print_rows(rows, ("steps", "own work on the critical path", "would come back"), MAX_WINDOWS_SHOWN)
-    if judged.breakdown is not None:
-        terminal.print(breakdown_table(judged.breakdown, verdict), Text())
+    if (breakdown := breakdown_answer(judged.breakdown, verdict)) is not None:
+        terminal.print(breakdown_table(breakdown), Text())
     terminal.print(Text.assemble("verdict  ", (headline(verdict), "bold")))
     if verdict.reason:
         terminal.print(Text(f"why      {verdict.reason}"))

@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rankscope.analysis.profiles.frames import is_library
-from rankscope.analysis.step_graph.step_breakdown import EXCESS, StepBreakdown, rows
-from rankscope.analysis.verdicts.verdict import Severity, Verdict, accused, milliseconds, ranks
+from rankscope.analysis.step_graph.step_breakdown import EXCESS
+from rankscope.analysis.verdicts.verdict import Severity, milliseconds, ranks
 from rankscope.cli.terminal import make_table
 from rankscope.common.text import one_line
-from rankscope.operator.console.answers import cpu_ratio, measured
+from rankscope.operator.console.answers import BreakdownAnswer, cpu_ratio, measured
 from rankscope.operator.correlation.columns import range_seconds
 from rankscope.v1.job_service_pb2 import JobStatus
 from rankscope.v1.window_pb2 import RankWindow
@@ -70,15 +70,14 @@ def rank_table(
     return table
 
 
-def breakdown_table(breakdown: StepBreakdown, verdict: Verdict, columns: int | None = None) -> Table:
+def breakdown_table(breakdown: BreakdownAnswer, columns: int | None = None) -> Table:
     """Where a step goes. The parts add up to the step; the smallest are one row. What groups transfer is left out if it
     does not fit into `columns`."""
     total = breakdown.step_seconds
-    every = list(rows(breakdown, accused(verdict)))
-    listed = [row for row in every if row.ratio >= MIN_PART_RATIO]
-    lines = [(row.name, row.seconds, row.details, "red" if row.part == EXCESS else "") for row in listed]
-    if len(listed) < len(every):
-        lines.append(("other", total - sum(row.seconds for row in listed), "", ""))
+    listed = [part for part in breakdown.parts if part.ratio >= MIN_PART_RATIO]
+    lines = [(part.text, part.seconds, part.details, "red" if part.part == EXCESS else "") for part in listed]
+    if len(listed) < len(breakdown.parts):
+        lines.append(("other", total - sum(part.seconds for part in listed), "", ""))
     lines.append(("step", total, "", "bold"))
     cells = {
         "where a step goes": [name for name, *_ in lines],

@@ -93,8 +93,8 @@ def card(jobs: Sequence[JobSummary], end: CommandEnd, *, probe: bool, columns: i
         if len(job.windows) > 1:
             shown, culprits = job.windows[:RANKS_SHOWN], job.verdict.culprits
             parts += [rank_table(shown, culprits, stacks=False, columns=columns), Text()]
-        if job.breakdown is not None:
-            parts += [breakdown_table(job.breakdown, job.verdict, columns), Text()]
+        if (breakdown := breakdown_answer(job.breakdown, job.verdict)) is not None:
+            parts += [breakdown_table(breakdown, columns), Text()]
         parts.append(_rows(_lines(job, end, probe=probe)))
     return Group(*parts)
 

@@ -39,7 +39,7 @@ class StepGraph:
         operations = _on_one_clock(operations, meetings)
         operations = _received_after_sent(operations, meetings)
         waits, last = _last_to_arrive(operations, meetings)
-        before = _before(operations, meetings.stretch)
+        before = _before(operations, meetings.stretch, operations.start_ns[last])
         own = np.where(before >= 0, operations.start_ns - operations.stop_ns[before], 0)
         return cls(operations, meetings, before, waits, last, own, operations.stop_ns - operations.start_ns[last])
 
@@ -162,12 +162,13 @@ def _last_to_arrive(operations: Operations, meetings: Meetings) -> tuple[Bools, 
     return waits, last
 
 
-def _before(operations: Operations, stretch: Ints) -> Ints:
+def _before(operations: Operations, stretch: Ints, arrived_ns: Ints) -> Ints:
+    """Of several messages in one kernel, the one whose other rank arrived last is the one before."""
     count = len(operations)
     place, _ = number_groups(operations.rank, stretch)
     times = np.concatenate([operations.stop_ns, operations.start_ns])
     is_start = np.repeat([False, True], count)
-    order = np.lexsort((is_start, times, np.tile(place, 2)))
+    order = np.lexsort((np.tile(arrived_ns, 2), is_start, times, np.tile(place, 2)))
     ended = np.maximum.accumulate(np.where(is_start[order], UNKNOWN, np.arange(2 * count)))
     before = np.full(count, UNKNOWN, dtype=np.int64)
     started = is_start[order]

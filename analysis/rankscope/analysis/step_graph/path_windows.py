@@ -79,7 +79,8 @@ class JudgedSteps(NamedTuple):
 class PathFinder:
     """Finds the path in one window of a job after the other, and learns from them what a window alone does not show."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_steps: int = MIN_WINDOW_STEPS) -> None:
+        self._min_steps = min_steps
         self._stages: dict[int, deque[int]] = {}
         self._past = PastWork()
         self._common = CommonPast()
@@ -99,7 +100,7 @@ class PathFinder:
         self.lonely += graph.meetings.lonely
         by_rank = self._vote(find_stages(graph))
         steps = _Steps.of(graph)
-        if np.count_nonzero(steps.inside) < MIN_WINDOW_STEPS:
+        if np.count_nonzero(steps.inside) < self._min_steps:
             return None
         ranks = np.array(list(by_rank), dtype=np.int64)
         stages = np.array(list(by_rank.values()), dtype=np.int64)

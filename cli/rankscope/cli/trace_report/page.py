@@ -258,7 +258,18 @@ def _ranks_together(join: JoinReport) -> Section:
         text += f"Clocks are aligned by their ends, to {quantity(join.clock_residual_us, 'us')}. "
     verdict = join.verdict.value
     text += f"Verdict: {verdict.replace('_', ' ')} ({join.reason})." if join.reason else f"Verdict: {verdict}."
-    return Section("Ranks together", [text], plots=arrival_plots(join))
+    return Section("Ranks together", [text], _breakdown_tables(join), arrival_plots(join))
+
+
+def _breakdown_tables(join: JoinReport) -> list[Table]:
+    if join.breakdown is None:
+        return []
+    rows = [
+        [part.text, quantity(part.seconds, "s"), quantity(part.ratio, "ratio"), part.details]
+        for part in join.breakdown.parts
+    ]
+    rows.append(["step", quantity(join.breakdown.step_seconds, "s"), "", ""])
+    return [Table(["where a step goes", "time", "share", "groups"], rows, [False, True, True, False])]
 
 
 def _kernels(report: Report) -> Section:

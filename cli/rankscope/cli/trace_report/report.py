@@ -25,6 +25,7 @@ from rankscope.cli.trace_report.reduction import SURPRISES, Reduced, ReducedFile
 
 if TYPE_CHECKING:
     from rankscope.analysis.traces.joins.join import GroupWaits, Join, RankWaits
+    from rankscope.operator.console.answers import BreakdownAnswer
 
 
 SCHEMA_VERSION = 1
@@ -50,6 +51,7 @@ class JoinReport(msgspec.Struct, frozen=True):
     impact_ratio: float | None
     confidence: Confidence
     reason: str
+    breakdown: BreakdownAnswer | None
     world_size: int
     clock_offsets_us: Mapping[int, float]
     waits: Mapping[int, RankWaits]
@@ -155,7 +157,10 @@ def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join 
 
 
 def _join_report(join: Join) -> JoinReport:
-    same = {name: getattr(join, name) for name in JoinReport.__struct_fields__ if name != "clock_offsets_us"}
+    from rankscope.operator.console.answers import breakdown_answer
+
+    same = {name: getattr(join, name) for name in JoinReport.__struct_fields__ if hasattr(join, name)}
+    same["breakdown"] = breakdown_answer(join.breakdown, _verdict(join))
     offsets = {rank: shift.offset_ns / 1000 for rank, shift in join.clocks.shifts.items()}
     return JoinReport(clock_offsets_us=offsets, **same)
 
@@ -165,15 +170,17 @@ def _join_report(join: Join) -> JoinReport:
 
 def verdict_of(report: Report) -> Verdict | None:
     """The result of the join; None for one rank."""
-    if report.join is None:
-        return None
+    return None if report.join is None else _verdict(report.join)
+
+
+def _verdict(join: Join | JoinReport) -> Verdict:
     return Verdict(
-        kind=report.join.verdict,
-        reason=report.join.reason,
-        confidence=report.join.confidence,
-        culprits=report.join.culprits,
-        stage=report.join.stage,
-        impact_ratio=report.join.impact_ratio,
+        kind=join.verdict,
+        reason=join.reason,
+        confidence=join.confidence,
+        culprits=join.culprits,
+        stage=join.stage,
+        impact_ratio=join.impact_ratio,
     )
 
 

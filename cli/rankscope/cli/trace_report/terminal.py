@@ -55,6 +55,7 @@ def print_report(report: Report, console: Terminal | None = None, *, most_lines:
             style="dim",
         )
     )
+    _print_breakdown(report, console)
     _print_kernels(report, console)
     _print_ranges(report, console, most_lines)
     _print_lines(report, console, most_lines)
@@ -108,6 +109,15 @@ def _cell(value: float | None, unit: str) -> str:
     if unit == "ratio":
         return NOT_MEASURED if value is None else f"{value * 100:.1f} %"
     return quantity(value, unit)
+
+
+def _print_breakdown(report: Report, console: Terminal) -> None:
+    if report.join is None or report.join.breakdown is None:
+        return
+    from rankscope.cli.job_tables import breakdown_table
+
+    console.print()
+    console.print(breakdown_table(report.join.breakdown, console.columns))
 
 
 def _print_kernels(report: Report, console: Terminal) -> None:

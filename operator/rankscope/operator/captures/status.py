@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from msgspec import UNSET, structs
 
+from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.traces.joins.self_time import StepTimes
 from rankscope.analysis.traces.joins.step_verdict import judge_steps
 from rankscope.analysis.verdicts.thresholds import Policy
@@ -19,9 +20,12 @@ from rankscope.v1 import capture_service_pb2 as pb
 
 def joint_finding(ranks: Iterable[pb.RankCapture], policy: Policy) -> str | None:
     """What the captures of all ranks say together, by the run's policy; None where fewer than two can be compared.
-    Of a step, the rank that waited least shows what the transfer takes. A daemon's report is hostile input."""
+    Of a step, the rank that waited least shows what the transfer takes. Sums do not tell who began a wait that a
+    pipeline passes on. A daemon's report is hostile input."""
     measured = {}
     for rank in ranks:
+        if any(kind in _MESSAGES for kind in rank.summary.collectives):
+            return "the ranks send messages, as stages of a pipeline do: compare them with `rankscope analyze trace`"
         step = plausible_seconds(np.array(rank.summary.each_step_seconds[:MAX_STEPS]))
         exposed = plausible_seconds(np.array(rank.summary.each_exposed_communication_seconds[:MAX_STEPS]))
         is_whole = rank.state == pb.CAPTURE_STATE_ANALYSED and 0 < len(step) == len(exposed)
@@ -38,6 +42,7 @@ def joint_finding(ranks: Iterable[pb.RankCapture], policy: Policy) -> str | None
     return judge_steps(times, len(numbers), numbers, count, None, None, policy).reason
 
 
+_MESSAGES = frozenset(kind.label for kind in (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV))
 MAX_STEPS = 1000  # of a capture, that are compared
 TEXT_CHARACTERS = 1000
 FINDINGS_SHOWN = 32

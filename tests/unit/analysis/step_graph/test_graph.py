@@ -92,6 +92,26 @@ def test_what_is_received_is_there_after_it_is_sent() -> None:
     assert graph.last.tolist() == [0, 3, 0, 3]
 
 
+def test_of_messages_in_one_kernel_the_last_one_counts() -> None:
+    """Rank 0 sends to rank 1 and receives from rank 2 in one kernel, which rank 2 keeps waiting."""
+    rows = np.array(
+        [
+            (0, RECV, 2, 10, 100),
+            (0, SEND, 1, 10, 100),
+            (1, RECV, 0, 20, 30),
+            (2, SEND, 0, 90, 100),
+            (0, SEND, 1, 120, 130),
+        ]
+    )
+    for order in ([0, 1, 2, 3, 4], [1, 0, 2, 3, 4]):
+        rank, kind, peer, start, stop = rows[order].T
+        same = np.ones(len(rows), dtype=np.int64)
+        three = (Group("three", (0, 1, 2)),)
+        made = Operations(rank, same, 0 * same, kind, -same, peer, same, start, stop, 0 * same, three)
+        graph = StepGraph.build(made)
+        assert graph.operations.kind[graph.before[4]] == RECV
+
+
 def test_a_root_leaves_before_the_last_arrives() -> None:
     rows = ((0, CollectiveKind.BROADCAST, 0, UNKNOWN, 0, 10), (1, CollectiveKind.BROADCAST, 0, UNKNOWN, 50, 60))
     graph = StepGraph.build(operations(*rows))

@@ -46,6 +46,15 @@ def test_joint_finding_obeys_the_policy_of_the_run() -> None:
     assert joint_finding(ranks, lenient) == "no rank, stage or link stands out"
 
 
+@pytest.mark.parametrize("kind", ["send", "recv", "send_recv"])
+def test_joint_finding_names_nobody_where_ranks_send_messages(kind: str) -> None:
+    """The stages of a pipeline differ, and a wait is passed on."""
+    ranks = [captured(0, 0.1, 0.052), captured(2, 0.1, 0.01), captured(3, 0.1, 0.05)]
+    ranks[1].summary.collectives[kind] = 8
+    finding = joint_finding(ranks, DEFAULT_POLICY) or ""
+    assert "rank 2" not in finding and "rankscope analyze trace" in finding
+
+
 def test_a_pair_on_one_node_is_judged_by_the_verdict() -> None:
     capture = pb.Capture(ranks=[captured(0, 0.1, 0.06), captured(2, 0.1, 0.01)])
     capture.join.reason = "traces of 2 of 4 ranks"

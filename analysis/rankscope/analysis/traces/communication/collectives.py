@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,11 @@ POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_
 _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
 # Members of a group that has all ranks of the job and no list of them.
 MAX_UNLISTED_MEMBERS = 1 << 16
+# Of these, NCCL counts the part of a rank.
+_IN_PARTS = (
+    *(CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL),
+    *(CollectiveKind.GATHER, CollectiveKind.SCATTER),
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ def calls_of_reductions(trace: Trace, collectives: Collectives, rows: Ints) -> I
 
 
 def _group_kinds(trace: Trace, collectives: Collectives) -> tuple[GroupKind, ...]:
-    kinds = infer_group_kinds(_operations(trace, collectives), trace.world_size)
+    kinds = infer_group_kinds(read_operations(trace, collectives)[1], trace.world_size)
     rows = np.flatnonzero(collectives.kind == CollectiveKind.ALL_REDUCE)
     calls = calls_of_reductions(trace, collectives, rows)
     rows, calls = rows[calls != ABSENT], calls[calls != ABSENT]
@@ -146,34 +152,38 @@ def _group_kinds(trace: Trace, collectives: Collectives) -> tuple[GroupKind, ...
     )
 
 
-def _operations(trace: Trace, collectives: Collectives) -> Operations:
-    """The measured rows and all messages. A message that one kernel sent with others starts when that was called."""
-    rows = np.flatnonzero(collectives.measured | np.isin(collectives.kind, MESSAGES))
-    group, kind = collectives.group[rows], collectives.kind[rows]
-    at = np.where(collectives.kernel_row[rows] != ABSENT, collectives.kernel_row[rows], collectives.call_row[rows])
+def read_operations(
+    trace: Trace, collectives: Collectives, local_peers: Sequence[bool] | None = None
+) -> tuple[Ints, Operations]:
+    """Return the operations of the rank: what was measured, and all messages, with their rows in `collectives`. torch
+    sends and receives a batch of messages in one kernel after their calls. Each of them has the times of this kernel,
+    which is no operation of its own then.
+
+    `local_peers` says of each group whether it numbers its peers by their position in it."""
+    rows, carrier = _with_carriers(trace, collectives)
+    at = np.where(
+        collectives.kernel_row[carrier] != ABSENT, collectives.kernel_row[carrier], collectives.call_row[carrier]
+    )
     steps = find_steps(trace)
-    step = step_of_rows(trace, steps)[at] if len(steps) else np.full(len(rows), NO_STEP)
-    start = collectives.start_ns[rows]
-    batches = collectives.call_row[rows[(kind == CollectiveKind.SEND_RECV) & (collectives.call_row[rows] != ABSENT)]]
-    called = np.append(np.sort(trace.start_ns[batches]), np.iinfo(np.int64).max)
-    following = called[np.searchsorted(called[:-1], start)]
-    is_batched = ~collectives.measured[rows] & (following < called[-1])
-    start = np.where(is_batched, following, start)
+    start = collectives.start_ns[carrier]
+    called = collectives.call_row[carrier]
+    issued = np.where(called != ABSENT, trace.start_ns[called], start)
     groups = tuple(
         Group(each.name, each.ranks or _all_ranks(trace, size), each.description)
         for each, size in zip(collectives.groups, _largest(collectives), strict=True)
     )
-    return Operations(
-        rank=np.full(len(rows), UNKNOWN if trace.rank is None else trace.rank),
-        step=step,
+    group, rank = collectives.group[rows], UNKNOWN if trace.rank is None else trace.rank
+    return rows, Operations(
+        rank=np.full(len(rows), rank),
+        step=step_of_rows(trace, steps)[at] if len(steps) else np.full(len(rows), NO_STEP),
         group=group,
-        kind=kind,
+        kind=collectives.kind[rows],
         sequence=collectives.sequence[rows],
-        peer=_ranks_of_peers(groups, group, collectives.peer[rows]),
-        bytes=collectives.bytes[rows],
+        peer=_ranks_of_peers(rank, groups, group, collectives.peer[rows], local_peers),
+        bytes=_counted_bytes(collectives, rows),
         start_ns=start,
-        stop_ns=start + collectives.duration_ns[rows],
-        queued_ns=np.zeros(len(rows), dtype=np.int64),
+        stop_ns=start + collectives.duration_ns[carrier],
+        queued_ns=np.maximum(start - issued, 0),
         groups=groups,
     )
 
@@ -188,16 +198,45 @@ def _all_ranks(trace: Trace, size: int) -> tuple[int, ...]:
     return tuple(range(size)) if size == trace.world_size and size <= MAX_UNLISTED_MEMBERS else ()
 
 
-def _ranks_of_peers(groups: tuple[Group, ...], group: Ints, peer: Ints) -> Ints:
-    """A peer that is no member of its group is a position in it."""
-    number, count = number_groups(group, peer)
-    ranks = np.zeros(count, dtype=np.int64)
-    members_of = [frozenset(each.ranks) for each in groups]
-    for rows in rows_of_groups(number, count):
-        index, each = int(group[rows[0]]), int(peer[rows[0]])
-        members = groups[index].ranks
-        ranks[number[rows[0]]] = members[each] if 0 <= each < len(members) and each not in members_of[index] else each
-    return ranks[number]
+def _with_carriers(trace: Trace, collectives: Collectives) -> tuple[Ints, Ints]:
+    """Return the rows of operations, and for each the row that has its times."""
+    kind, call = collectives.kind, collectives.call_row
+    is_message = np.isin(kind, MESSAGES)
+    batches = np.flatnonzero((kind == CollectiveKind.SEND_RECV) & (call != ABSENT))
+    batches = batches[np.argsort(trace.start_ns[call[batches]], kind="stable")]
+    carrier = np.arange(len(collectives))
+    carried = np.flatnonzero(is_message & ~collectives.measured)
+    following = np.searchsorted(trace.start_ns[call[batches]], collectives.start_ns[carried])
+    carried, following = carried[following < len(batches)], following[following < len(batches)]
+    carrier[carried] = batches[following]
+    is_operation = collectives.measured | is_message
+    is_operation[carrier[carried]] = False
+    rows = np.flatnonzero(is_operation)
+    return rows, carrier[rows]
+
+
+def _counted_bytes(collectives: Collectives, rows: Ints) -> Ints:
+    """Return sizes as NCCL counts them: what a rank gives or takes, rather than the whole array."""
+    size, ranks = collectives.bytes[rows], collectives.group_size[rows]
+    is_part = np.isin(collectives.kind[rows], _IN_PARTS) & (size >= 0) & (ranks > 0)
+    return np.where(is_part, size // np.maximum(ranks, 1), size)
+
+
+def _ranks_of_peers(
+    rank: int, groups: tuple[Group, ...], group: Ints, peer: Ints, local_peers: Sequence[bool] | None
+) -> Ints:
+    """Without `local_peers`, a group numbers its peers by position if one of them is no member, or the rank itself."""
+    ranks: Ints = peer.copy()
+    for number, (each, rows) in enumerate(zip(groups, rows_of_groups(group, len(groups)), strict=True)):
+        rows = rows[peer[rows] >= 0]
+        if local_peers is None:
+            is_local = not set(np.unique(peer[rows]).tolist()) <= set(each.ranks) - {rank}
+        else:
+            is_local = local_peers[number]
+        if is_local and each.ranks:
+            rows = rows[peer[rows] < len(each.ranks)]
+            ranks[rows] = np.array(each.ranks, dtype=np.int64)[peer[rows]]
+    return ranks
 
 
 def compute_intervals(trace: Trace) -> Intervals:

@@ -62,8 +62,8 @@ class Calls:
 
 def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Calls:
     """The measured calls of all ranks. Groups of one rank are ignored."""
-    identities = _identify_groups(traces, collectives)
-    local_peers = _peers_are_local(collectives, identities)
+    identities = identify_groups(traces, collectives)
+    local_peers = peers_are_local(collectives, identities)
     numbers: dict[Channel, int] = {}
     parts: list[Calls] = []
     for rank in sorted(traces):
@@ -130,10 +130,10 @@ def _tokens(channel: Ints, kind: Ints, size_bytes: Ints) -> Ints:
     return np.where(known[stretch], size_bytes, 0) * len(CollectiveKind) + alike
 
 
-def _identify_groups(
+def identify_groups(
     traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]
 ) -> dict[tuple[int, int], Channel]:
-    """By rank and index of its group."""
+    """Return the process group of each rank's groups, by rank and index."""
     world = max((trace.world_size or 0 for trace in traces.values()), default=0)
     known: dict[str, set[tuple[int, ...]]] = {}  # rank sets by name, from all traces that list them
     for rank, rows in collectives.items():
@@ -160,7 +160,7 @@ def _global_rank(peer: int, group: Channel, local: bool) -> int:
     return group.ranks[peer] if local and peer < len(group.ranks) else peer
 
 
-def _peers_are_local(
+def peers_are_local(
     collectives: Mapping[int, Collectives], identities: Mapping[tuple[int, int], Channel]
 ) -> dict[Channel, bool]:
     """Whether a group numbers its peers from 0 or by their rank in the job: the numbering that matches more sends

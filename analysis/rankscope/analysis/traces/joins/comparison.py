@@ -20,6 +20,8 @@ from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 
 if TYPE_CHECKING:
+    from rankscope.analysis.stats.robust import Floats
+    from rankscope.analysis.step_graph.path_windows import PathWindow
     from rankscope.analysis.traces.joins.self_time import StepTimes
 
 # Two steps have a spread, but no estimate of it that can be relied on.
@@ -65,15 +67,31 @@ def compare_ranks(times: StepTimes, stage_of: Mapping[int, int]) -> tuple[RankEx
             continue
         own, peers = times.self_ns[row], times.self_ns[others]
         known = ~np.isnan(own) & ~np.isnan(peers).all(axis=0)
-        count = int(known.sum())
-        if count < 2:
+        if known.sum() < 2:
             continue
-        differences = (own[known] - np.nanmedian(peers[:, known], axis=0)) / 1e9
-        mean = float(differences.mean())
-        error = float(differences.std(ddof=1)) / math.sqrt(count)
-        half = error * quantile(1 - MAX_FALSE_PROBABILITY / len(times.rank), count - 1)
-        excesses.append(RankExcess(rank, count, mean, mean - half, mean + half))
+        excesses.append(_excess(rank, own[known] - np.nanmedian(peers[:, known], axis=0), len(times.rank)))
     return tuple(sorted(excesses, key=lambda excess: -excess.excess_seconds))
+
+
+def compare_losses(path: PathWindow | None) -> tuple[RankExcess, ...]:
+    """Return what would come back in a step if each rank worked as its peers, less what they cost in the mean. The
+    largest excess comes first."""
+    if path is None or len(path.steps) < 2:
+        return ()
+    losses, excesses = np.nan_to_num(path.losses_ns), []
+    for row, rank in enumerate(path.ranks.tolist()):
+        others = (path.stages == path.stages[row]) & (path.ranks != rank)
+        usual = max(float(np.median(losses[:, others].mean(axis=0))), 0.0) if others.any() else 0.0
+        excesses.append(_excess(rank, losses[:, row] - usual, len(path.ranks)))
+    return tuple(sorted(excesses, key=lambda excess: -excess.excess_seconds))
+
+
+def _excess(rank: int, differences_ns: Floats, ranks: int) -> RankExcess:
+    count, differences = len(differences_ns), differences_ns / 1e9
+    mean = float(differences.mean())
+    error = float(differences.std(ddof=1)) / math.sqrt(count)
+    half = error * quantile(1 - MAX_FALSE_PROBABILITY / ranks, count - 1)
+    return RankExcess(rank, count, mean, mean - half, mean + half)
 
 
 # What a recording says about the verdict that the job had when the recording was asked for.

@@ -12,16 +12,26 @@ import numpy as np
 from rankscope.analysis.collective_kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups, take_rows
 from rankscope.analysis.step_graph.clock_alignment import Clocks, align
+from rankscope.analysis.step_graph.path_windows import PathFinder
+from rankscope.analysis.step_graph.step_breakdown import StepBreakdown
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.communication.collectives import PURPOSES, Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import difference, total, union
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
-from rankscope.analysis.traces.joins.comparison import RankExcess, compare_ranks
-from rankscope.analysis.traces.joins.self_time import Arrivals, StepTimes, find_arrivals, measure_steps
+from rankscope.analysis.traces.joins.comparison import RankExcess, compare_losses, compare_ranks
+from rankscope.analysis.traces.joins.operations import job_operations
+from rankscope.analysis.traces.joins.self_time import (
+    Arrivals,
+    StepTimes,
+    find_arrivals,
+    find_common_steps,
+    measure_steps,
+)
 from rankscope.analysis.traces.joins.step_verdict import comparable, judge_steps
 from rankscope.analysis.traces.steps import NO_STEP, find_steps
 from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Trace
+from rankscope.analysis.verdicts.critical_path import where_steps_go
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
@@ -68,6 +78,7 @@ class Join:
     confidence: Confidence
     reason: str
     excesses: tuple[RankExcess, ...]  # of the recorded ranks against each other, also where the job is not judged
+    breakdown: StepBreakdown | None  # on the critical path; None without two steps of most ranks
     notes: tuple[str, ...]
     world_size: int
     steps: StepTimes
@@ -99,14 +110,21 @@ def join_traces(
         arrivals = find_arrivals(matched, clocks)
     if breakdowns is None:
         breakdowns = {rank: break_down(trace) for rank, trace in traces.items()}
-    steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks)
+    common = find_common_steps(traces, breakdowns, np.unique(matched.calls.rank), clocks)
+    steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks, common)
     world = _world_size(traces, calls)
+    path = None
+    if len(common.windows) > 1:
+        path = PathFinder(min_steps=1).find(job_operations(traces, collectives, matched, clocks, common))
+    by_path = _have_roles(matched, world)
     notes += _alignment_notes(ranks, matched, clocks)
     last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
     last_arrivals = dict(zip(ranks, last.tolist(), strict=True))
     verdict = judge_steps(
-        steps, world, ranks, matched.count, clocks.residual_us, stage_of, policy, last_arrivals=last_arrivals
+        steps, world, ranks, matched.count, clocks.residual_us, stage_of, policy, last_arrivals, path, by_path
     )
+    excesses = compare_losses(path) if by_path else compare_ranks(comparable(steps), stage_of or {})
+    is_seen = len(ranks) >= policy.ranks_seen_ratio * world
     return Join(
         clock_residual_us=clocks.residual_us,
         collectives_matched=matched.count,
@@ -121,7 +139,8 @@ def join_traces(
         impact_ratio=verdict.impact_ratio,
         confidence=verdict.confidence,
         reason=verdict.reason,
-        excesses=compare_ranks(comparable(steps), stage_of or {}),
+        excesses=excesses,
+        breakdown=where_steps_go([path], verdict.culprits) if path is not None and is_seen else None,
         notes=tuple(notes),
         world_size=world,
         steps=steps,
@@ -129,6 +148,12 @@ def join_traces(
         matched=matched,
         arrivals=arrivals,
     )
+
+
+def _have_roles(matched: Matched, world_size: int) -> bool:
+    """Return whether ranks meet in messages, or in groups smaller than the job: they may do different work then."""
+    channels = [matched.channels[number] for number in np.unique(matched.channel).tolist()]
+    return any(channel.pair is not None or 1 < channel.size < world_size for channel in channels)
 
 
 def step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Ints:

@@ -13,6 +13,7 @@ from rankscope.analysis.traces.breakdown import Breakdown, StepParts
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import covered_until, difference, union
 from rankscope.analysis.traces.joins.collective_matching import Matched
+from rankscope.analysis.traces.steps import NO_STEP
 from rankscope.analysis.traces.trace import Trace
 
 # Who came last to each collective, how long the others waited for it, and how long the transfer itself took.
@@ -95,7 +96,38 @@ class _Windows:
     number: Ints
     start_ns: Ints  # by the rank's own clock, from the trace's base
     end_ns: Ints
+    host_start_ns: Ints
+    host_end_ns: Ints
     numbered: bool
+
+
+@dataclass(frozen=True)
+class CommonSteps:
+    """The steps that at least two ranks have."""
+
+    number: Ints
+    windows: Mapping[int, _Windows]  # by rank
+    position: Mapping[int, Ints]  # in `number`, of each of the rank's windows; -1 for none
+
+    def at(self, rank: int, start_ns: Ints, is_call: Bools) -> Ints:
+        """Return the number of the step at each time, of the host's calls or of work on the device."""
+        own = self.windows[rank]
+        begin = np.where(is_call, *(np.searchsorted(b, start_ns, "right") for b in (own.host_start_ns, own.start_ns)))
+        end = np.where(is_call, *(np.searchsorted(e, start_ns, "right") for e in (own.host_end_ns, own.end_ns)))
+        position = np.where(begin > end, self.position[rank][begin - 1], -1)
+        return np.where(position >= 0, np.append(self.number, NO_STEP)[position], NO_STEP)
+
+
+def find_common_steps(
+    traces: Mapping[int, Trace], breakdowns: Mapping[int, Breakdown | None], ranks: Ints, clocks: Clocks
+) -> CommonSteps:
+    windows = {}
+    for rank in ranks.tolist():
+        found = breakdowns[rank]
+        ended = [step for step in found.steps if step.ends_in_trace] if found is not None else []
+        if ended:
+            windows[rank] = _windows(ended, numbered=_is_numbered(traces[rank]))
+    return CommonSteps(*_common_steps(windows, traces, clocks))
 
 
 def measure_steps(
@@ -105,33 +137,26 @@ def measure_steps(
     matched: Matched,
     arrivals: Arrivals,
     clocks: Clocks,
+    common: CommonSteps,
 ) -> StepTimes:
-    """Of the ranks that have steps and take part in a collective that was matched."""
-    taking_part = set(np.unique(matched.calls.rank).tolist())
-    windows = {}
-    for rank in sorted(taking_part):
-        found = breakdowns[rank]
-        ended = [step for step in found.steps if step.ends_in_trace] if found is not None else []
-        if ended:
-            windows[rank] = _windows(ended, numbered=_is_numbered(traces[rank]))
+    windows, steps = common.windows, common.number
     ranks = np.array(list(windows), dtype=np.int64)
-    steps, position = _common_steps(windows, traces, clocks)
     table = np.full((4, len(ranks), len(steps)), np.nan)
     starts = _trimmed_starts(windows, traces, clocks)
-    for row, rank in enumerate(windows):
-        own = windows[rank]
-        in_step = position[rank] >= 0
+    for row, (rank, own) in enumerate(windows.items()):
+        in_step = common.position[rank] >= 0
         start, end = starts[rank][in_step], own.end_ns[in_step]
         times = _rank_times(rank, traces[rank], collectives[rank], matched, arrivals, start, end)
-        table[:, row, position[rank][in_step]] = times
+        table[:, row, common.position[rank][in_step]] = times
     on_host = any((found := breakdowns[rank]) is not None and found.on_host for rank in windows)
     measured = _without_cut_step(StepTimes(ranks, steps, table[0], table[1], table[2], table[3], on_host))
     return measured.take(ranks=np.asarray(~np.isnan(measured.step_ns).all(axis=1)))
 
 
 def _windows(steps: Sequence[StepParts], numbered: bool) -> _Windows:
-    columns = np.array([(step.number, step.start_ns, step.end_ns) for step in steps], dtype=np.int64).T
-    return _Windows(columns[0], columns[1], columns[2], numbered)
+    rows = [(step.number, step.start_ns, step.end_ns, step.host_start_ns, step.host_end_ns) for step in steps]
+    number, start, end, host_start, host_end = np.array(rows, dtype=np.int64).T
+    return _Windows(number, start, end, host_start, host_end, numbered)
 
 
 def _is_numbered(trace: Trace) -> bool:
@@ -140,12 +165,10 @@ def _is_numbered(trace: Trace) -> bool:
 
 def _common_steps(
     windows: Mapping[int, _Windows], traces: Mapping[int, Trace], clocks: Clocks
-) -> tuple[Ints, dict[int, Ints]]:
-    """Steps that at least two ranks have, and which of them each rank's are (-1 for none). By the profiler's numbers
-    where all ranks have them; else by the common clock, against the rank that has most."""
-    nothing = np.zeros(0, dtype=np.int64)
+) -> tuple[Ints, Mapping[int, _Windows], dict[int, Ints]]:
+    """By the profiler's numbers where all ranks have them; else by the common clock, against the rank that has most."""
     if not windows:
-        return nothing, {}
+        return np.zeros(0, dtype=np.int64), {}, {}
     if all(own.numbered for own in windows.values()):
         labels = {rank: own.number for rank, own in windows.items()}
     else:
@@ -167,7 +190,7 @@ def _common_steps(
         # Two windows of one rank in one step of another: the ranks do not have the same steps.
         repeated = np.concatenate(([False], position[rank][1:] == position[rank][:-1]))
         position[rank][repeated] = -1
-    return steps, position
+    return steps, windows, position
 
 
 def _trimmed_starts(windows: Mapping[int, _Windows], traces: Mapping[int, Trace], clocks: Clocks) -> dict[int, Ints]:

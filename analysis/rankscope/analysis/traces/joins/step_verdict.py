@@ -1,4 +1,5 @@
-"""The verdict on a capture: the rules that watch a running job, with the capture's few steps as their windows.
+"""The verdict on a capture: the rules that watch a running job, with the capture's few steps as their windows. Ranks
+with different roles are judged by the critical path, all others by the sums of their own work.
 
 A capture has fewer than the 20 steps that a running job is judged by. A finding must therefore hold in three of five
 steps, as it must in three of five windows there, and a rank that is named must work longer than the others by more than
@@ -13,8 +14,10 @@ from math import ceil
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
-from rankscope.analysis.traces.joins.comparison import MIN_STEPS, RankExcess, compare_ranks
+from rankscope.analysis.step_graph.path_windows import PathWindow
+from rankscope.analysis.traces.joins.comparison import MIN_STEPS, RankExcess, compare_losses, compare_ranks
 from rankscope.analysis.traces.joins.self_time import StepTimes
+from rankscope.analysis.verdicts.critical_path import PathHistory, too_little_compared
 from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
 from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.long_steps import LongStepHistory
@@ -22,8 +25,8 @@ from rankscope.analysis.verdicts.path_findings import UNEVEN
 from rankscope.analysis.verdicts.rules import HEALTHY, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
-from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, percent
+from rankscope.analysis.verdicts.thresholds import FIXED, Policy
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict, percent
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, columns_of
 
@@ -47,11 +50,15 @@ def judge_steps(
     stage_of: Mapping[int, int] | None,
     policy: Policy,
     last_arrivals: Mapping[int, int] | None = None,
+    path: PathWindow | None = None,
+    by_path: bool = False,
 ) -> Verdict:
-    """`last_arrivals` is how often each rank was the last, if known."""
+    """`last_arrivals` is how often each rank was the last, if known. `by_path`: ranks may have different roles."""
     missing = _abstain(times, world_size, traced, collectives_matched, clock_residual_us, policy)
     if missing:
         return Verdict(Kind.INSUFFICIENT_DATA, missing, confidence=Confidence.LOW)
+    if by_path:
+        return _judge_path(path, policy)
     times = times.take(_unmatched_ratio(times) <= MAX_UNMATCHED_RATIO, _complete_steps(times, world_size, policy))
     count = len(times.step)
     needed = max(2, ceil(count * policy.windows_for_alarm / policy.windows_kept))
@@ -74,6 +81,37 @@ def judge_steps(
     verdict = _sure(verdict, compare_ranks(times, stage_of or {}), times, last_arrivals or {}, policy)
     confidence = Confidence.HIGH if count >= STEPS_FOR_CONFIDENCE else Confidence.LOW
     return replace(verdict, confidence=confidence)
+
+
+def _judge_path(path: PathWindow | None, policy: Policy) -> Verdict:
+    count = 0 if path is None else len(path.steps)
+    confidence = Confidence.HIGH if count >= STEPS_FOR_CONFIDENCE else Confidence.LOW
+    if path is None or count < MIN_STEPS:
+        reason = f"complete steps in common after the first: {count}, needed: {MIN_STEPS}; record more"
+        return Verdict(Kind.INSUFFICIENT_DATA, reason, confidence=Confidence.LOW)
+    if path.compared < FIXED.path_compared_share:
+        return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(path.compared), confidence=confidence)
+    excesses = compare_losses(path)
+    is_clear = {excess.rank: excess.is_clear for excess in excesses}
+    slow_steps = np.nan_to_num(path.losses_ns) >= FIXED.path_impact_ratio * path.step_ns[:, None]
+    often = slow_steps.sum(axis=0) >= ceil(count * policy.windows_for_alarm / policy.windows_kept)
+    slow = PathHistory(policy).add(path).slow & often & [is_clear[rank] for rank in path.ranks.tolist()]
+    costly = path.ranks[path.returns >= FIXED.path_impact_ratio].tolist()
+    named = path.ranks[slow].tolist()
+    sentences = [excess.sentence(path.ranks.tolist()) for excess in excesses if excess.rank in (named or costly)]
+    if named:
+        return Verdict(
+            Kind.SLOW_RANK,
+            sentences[0],
+            Severity.ALARM,
+            culprits=tuple(named),
+            impact_ratio=min(float(path.returns[slow].sum()), 1.0),
+            confidence=confidence,
+        )
+    if costly:
+        reason = f"{sentences[0]}; record more steps to be sure"
+        return Verdict(Kind.INSUFFICIENT_DATA, reason, confidence=confidence)
+    return Verdict(Kind.HEALTHY, "no rank holds up the others on the critical path", confidence=confidence)
 
 
 def _sure(
