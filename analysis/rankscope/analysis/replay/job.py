@@ -16,7 +16,6 @@ from rankscope.analysis.traces.breakdown import device_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.channels import Channel, gather_calls
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
-from rankscope.analysis.traces.joins.join import step_numbers
 from rankscope.analysis.traces.joins.self_time import Arrivals, find_arrivals
 from rankscope.analysis.traces.trace import Trace
 
@@ -30,8 +29,7 @@ def build_graphs(traces: Mapping[int, Trace]) -> dict[int, Graph]:
     if len(traces) < 2:
         return graphs
     collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
-    calls = gather_calls(traces, collectives)
-    matched = match_calls(calls, step_numbers(calls, traces, collectives))
+    matched = match_calls(gather_calls(traces, collectives))
     clocks = align(matched.ends, sorted(traces))
     joined = _joined(graphs, collectives, matched, find_arrivals(matched, clocks))
     origin = min(trace.base_ns for trace in traces.values())
@@ -52,7 +50,7 @@ def _joined(
 ) -> dict[int, Graph]:
     """With the collectives that were recorded, with their launches, on all of these ranks that are in the group."""
     calls, collective = matched.calls, matched.collective
-    start, duration = arrivals.start_ns.copy(), calls.end_ns - calls.start_ns
+    start, duration = arrivals.start_ns.copy(), calls.stop_ns - calls.start_ns
     position = np.full(len(calls), NOTHING)
     for rank, graph in graphs.items():
         mine = np.flatnonzero(calls.rank == rank)

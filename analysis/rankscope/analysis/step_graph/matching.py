@@ -26,12 +26,14 @@ class Meetings:
 
 
 def match(operations: Operations) -> Meetings:
-    """Matches collectives by their sequence in the group, and messages by their order between two ranks."""
-    is_message = np.isin(operations.kind, MESSAGES)
+    """Matches collectives by their sequence in the group, and messages by their order between two ranks if they have
+    no sequence."""
+    kind = np.where(np.isin(operations.kind, MESSAGES), int(CollectiveKind.SEND_RECV), operations.kind)
+    is_message = (kind != operations.kind) & (operations.sequence < 0)
     stretch = _stretches(operations.step)
     number = np.full(len(operations), UNKNOWN, dtype=np.int64)
     collectives = np.flatnonzero(~is_message)
-    keys = (operations.group, operations.kind, operations.sequence)
+    keys = (operations.group, kind, operations.sequence)
     number[collectives], count = number_groups(*(key[collectives] for key in keys))
     messages = np.flatnonzero(is_message & (operations.peer >= 0))
     number[messages] = count + _match_messages(operations, stretch, messages)

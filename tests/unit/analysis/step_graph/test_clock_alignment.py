@@ -74,7 +74,7 @@ def test_last_arrivals_are_exact_except_within_clock_uncertainty(offsets: list[f
 def test_a_few_wild_ends_move_no_clock() -> None:
     found = PlantedJob(3, steps=5, jitter_us=0.0, noise=0.0).join()
     calls = found.matched.calls
-    ends = calls.end_ns.copy()
+    ends = calls.stop_ns.copy()
     ends[np.flatnonzero(calls.rank == 1)[:6]] += 50_000_000
     clocks = align(replace(found.matched.ends, end_ns=ends), [0, 1, 2])
     assert [shift.offset_ns for shift in clocks.shifts.values()] == [0, 0, 0]

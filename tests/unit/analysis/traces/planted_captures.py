@@ -13,7 +13,7 @@ from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.traces.breakdown import break_down
 from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.joins.join import Join, join_traces
-from rankscope.analysis.traces.joins.operations import job_operations
+from rankscope.analysis.traces.joins.operations import operations_in_steps
 from rankscope.analysis.traces.joins.self_time import find_common_steps
 from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
 from rankscope.analysis.traces.trace import Trace
@@ -74,7 +74,7 @@ def slowed(traces: Traces, rank: int, factor: float) -> Traces:
     collectives = {number: find_collectives(trace) for number, trace in traces.items()}
     breakdowns = {number: break_down(trace) for number, trace in traces.items()}
     steps = find_common_steps(traces, breakdowns, np.array(sorted(traces)), join.clocks)
-    graph = StepGraph.build(job_operations(traces, collectives, join.matched, join.clocks, steps))
+    graph = StepGraph.build(operations_in_steps(traces, collectives, join.matched, join.clocks, steps))
     operations = graph.operations
     own = np.where(operations.rank == rank, factor, 1.0) * graph.own_ns
     stops = graph.replay(own.astype(np.int64)[:, None])[:, 0]

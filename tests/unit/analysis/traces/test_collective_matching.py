@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.joins.channels import gather_calls
-from rankscope.analysis.traces.joins.collective_matching import Matched, Run, fit_runs, match_calls
+from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
+from rankscope.analysis.traces.joins.shift_search import Run, fit_runs
 from rankscope.analysis.traces.trace import Category, ProcessGroup, Trace
 from tests.unit.analysis.traces.planted_jobs import PlantedJob
 from tests.unit.analysis.traces.trace_builder import make_trace
@@ -17,13 +19,13 @@ HOUR_US = 3.6e9
 
 def _match(traces: dict[int, Trace]) -> Matched:
     calls = gather_calls(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
-    return match_calls(calls, np.full(len(calls), -1, dtype=np.int64))
+    return match_calls(replace(calls, step=np.full(len(calls), -1)))
 
 
 def _true_ends(job: PlantedJob, matched: Matched) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Spread of the members' true ends, by collective: small only where the right ones were matched."""
     offset = np.array([job.offsets_us.get(rank, 0.0) * 1000 for rank in range(job.ranks)])
-    ends = matched.calls.end_ns - np.rint(offset).astype(np.int64)[matched.calls.rank]
+    ends = matched.calls.stop_ns - np.rint(offset).astype(np.int64)[matched.calls.rank]
     spread = [np.ptp(ends[matched.collective == number]) for number in range(matched.count)]
     return np.array(spread, dtype=np.float64)
 
@@ -89,7 +91,7 @@ def test_an_ambiguous_order_is_reported_and_not_guessed() -> None:
     agreeing = make_trace(regular[:-1], rank=1, world_size=2, base_ns=40_000)
     decided = _match({0: first, 1: agreeing})
     assert decided.count == 8 and "by their clocks" in decided.notes[0]
-    assert (np.diff(decided.calls.end_ns.reshape(-1, 2), axis=1) == 40_000).all()
+    assert (np.diff(decided.calls.stop_ns.reshape(-1, 2), axis=1) == 40_000).all()
 
 
 def test_step_numbers_decide_where_ends_are_too_noisy_to() -> None:
@@ -125,7 +127,7 @@ def test_a_send_matches_its_peers_receive_in_order() -> None:
     pairs = [matched.channels[channel].pair for channel in matched.channel.tolist()]
     assert sorted(pairs, key=str) == [(2, 5), (2, 5), (2, 5), (5, 2)]
     assert not matched.together.any()
-    assert (np.diff(matched.calls.end_ns.reshape(-1, 2), axis=1) == 0).all()
+    assert (np.diff(matched.calls.stop_ns.reshape(-1, 2), axis=1) == 0).all()
 
 
 def test_ranks_without_collectives_and_groups_of_one_match_nothing() -> None:

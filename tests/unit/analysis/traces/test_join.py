@@ -184,7 +184,7 @@ def test_two_of_128_sampled_ranks_match_where_their_ends_coincide() -> None:
     traces = {rank: read_trace((folder / f"rank-{rank}.json.gz").read_bytes()) for rank in (0, 1)}
     found = join_traces(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
     assert found.collectives_matched == 5
-    ends = np.sort(found.matched.calls.end_ns.reshape(-1, 2) // 1000 % 100_000_000, axis=0)
+    ends = np.sort(found.matched.calls.stop_ns.reshape(-1, 2) // 1000 % 100_000_000, axis=0)
     assert np.abs(np.diff(ends, axis=1)).max() < 500
     assert found.last_arrivals == {0: 0, 1: 5}
     assert (found.verdict, found.culprits) == (Kind.INSUFFICIENT_DATA, ())

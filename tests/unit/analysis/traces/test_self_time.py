@@ -18,11 +18,9 @@ def _arrivals(
     collective, rank, start, end = np.array(members, dtype=np.int64).T
     nothing = np.zeros(len(rank), dtype=np.int64)
     channels = (Channel("0", size=3),)
-    calls = Calls(rank, nothing, nothing, nothing + kind, nothing, nothing, start, end, channels)
-    count = int(collective.max()) + 1
-    together = np.full(count, kind is CollectiveKind.ALL_REDUCE)
-    zero = np.zeros(count, dtype=np.int64)
-    matched = Matched(collective, calls, zero, zero + kind, together, channels, ())
+    columns = (rank, nothing, nothing, nothing + kind, nothing, nothing, nothing, start, end, nothing)
+    calls = Calls(*columns, (), nothing, nothing, nothing, channels)
+    matched = Matched(calls, np.arange(len(rank)), collective, ())
     shifts = {int(r): ClockShift((offsets or {}).get(int(r), 0)) for r in np.unique(rank)}
     return find_arrivals(matched, Clocks(shifts, 0.0, ()))
 

@@ -155,9 +155,9 @@ def _group_kinds(trace: Trace, collectives: Collectives) -> tuple[GroupKind, ...
 def read_operations(
     trace: Trace, collectives: Collectives, local_peers: Sequence[bool] | None = None
 ) -> tuple[Ints, Operations]:
-    """Return the operations of the rank: what was measured, and all messages, with their rows in `collectives`. torch
-    sends and receives a batch of messages in one kernel after their calls. Each of them has the times of this kernel,
-    which is no operation of its own then.
+    """Return the operations of the rank: what was measured, and all messages; and the row in `collectives` that has the
+    times of each. torch sends and receives a batch of messages in one kernel after their calls: each of them has the
+    times of this kernel, which is no operation of its own then.
 
     `local_peers` says of each group whether it numbers its peers by their position in it."""
     rows, carrier = _with_carriers(trace, collectives)
@@ -173,7 +173,7 @@ def read_operations(
         for each, size in zip(collectives.groups, _largest(collectives), strict=True)
     )
     group, rank = collectives.group[rows], UNKNOWN if trace.rank is None else trace.rank
-    return rows, Operations(
+    return carrier, Operations(
         rank=np.full(len(rows), rank),
         step=step_of_rows(trace, steps)[at] if len(steps) else np.full(len(rows), NO_STEP),
         group=group,
@@ -222,18 +222,22 @@ def _counted_bytes(collectives: Collectives, rows: Ints) -> Ints:
     return np.where(is_part, size // np.maximum(ranks, 1), size)
 
 
+def number_peers_by_position(rank: int, members: tuple[int, ...], peers: Ints) -> bool:
+    """Return whether a rank's peers are positions in a group: one of them is no member, or the rank itself."""
+    return bool(members) and not set(np.unique(peers[peers >= 0]).tolist()) <= set(members) - {rank}
+
+
 def _ranks_of_peers(
     rank: int, groups: tuple[Group, ...], group: Ints, peer: Ints, local_peers: Sequence[bool] | None
 ) -> Ints:
-    """Without `local_peers`, a group numbers its peers by position if one of them is no member, or the rank itself."""
     ranks: Ints = peer.copy()
     for number, (each, rows) in enumerate(zip(groups, rows_of_groups(group, len(groups)), strict=True)):
         rows = rows[peer[rows] >= 0]
         if local_peers is None:
-            is_local = not set(np.unique(peer[rows]).tolist()) <= set(each.ranks) - {rank}
+            is_local = number_peers_by_position(rank, each.ranks, peer[rows])
         else:
             is_local = local_peers[number]
-        if is_local and each.ranks:
+        if is_local:
             rows = rows[peer[rows] < len(each.ranks)]
             ranks[rows] = np.array(each.ranks, dtype=np.int64)[peer[rows]]
     return ranks

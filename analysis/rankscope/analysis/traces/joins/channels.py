@@ -1,17 +1,26 @@
-"""Channels: which ranks communicate with each other. Puts the communication of all ranks into one table with the
-group or pair of each call."""
+"""Channels: which ranks communicate with each other. Puts the operations of all traces into one table with the group or
+pair of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
 from rankscope.analysis.collective_kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
-from rankscope.analysis.traces.communication.collectives import POINT_TO_POINT, Collectives
-from rankscope.analysis.traces.trace import Trace
+from rankscope.analysis.stats.robust import Bools, Ints, join_rows, number_groups, rows_of_groups, take_rows
+from rankscope.analysis.step_graph.group_kinds import GroupKind
+from rankscope.analysis.step_graph.operations import UNKNOWN, Group, Operations
+from rankscope.analysis.traces.communication.collectives import (
+    POINT_TO_POINT,
+    Collectives,
+    number_peers_by_position,
+    read_operations,
+)
+from rankscope.analysis.traces.steps import NO_STEP, find_steps
+from rankscope.analysis.traces.trace import ABSENT, Trace
 
 _DIRECTIONS = np.array([POINT_TO_POINT.index(kind) + 1 if kind in POINT_TO_POINT else 0 for kind in CollectiveKind])
 # For these, all ranks pass the same number of bytes, so different sizes are different collectives. An all-to-all may be
@@ -43,86 +52,108 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Calls:
-    """One row per measured call, sorted by rank and start. Times are absolute, on the rank's own clock."""
+class Calls(Operations):
+    """The measured operations of traces, sorted by rank and start. Times are absolute, on the rank's own clock. Step
+    and sequence are the profiler's: NO_STEP and UNKNOWN if it recorded none."""
 
-    rank: Ints
-    row: Ints  # row of the rank's Collectives
-    channel: Ints
-    kind: Ints  # a CollectiveKind; a send and its receive both have SEND_RECV
+    row: Ints  # of the rank's Collectives: the kernel of a message
+    channel: Ints  # UNKNOWN for messages to several ranks at once, which have no counterpart
     token: Ints  # calls with different tokens cannot be the same collective
-    sequence: Ints  # -1 if the profiler recorded none
-    start_ns: Ints
-    end_ns: Ints
     channels: tuple[Channel, ...]
 
-    def __len__(self) -> int:
-        return len(self.rank)
+
+_NOTHING: dict[str, Any] = {field.name: np.zeros(0, dtype=np.int64) for field in fields(Calls)}
+_NOTHING |= {"groups": (), "channels": ()}
 
 
 def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Calls:
-    """The measured calls of all ranks. Groups of one rank are ignored."""
+    """Return the measured operations of all ranks. Groups of one rank are ignored."""
     identities = identify_groups(traces, collectives)
-    local_peers = peers_are_local(collectives, identities)
-    numbers: dict[Channel, int] = {}
-    parts: list[Calls] = []
+    # What one rank shows of a group's numbering holds for all.
+    local = {
+        identities[rank, index]
+        for rank, rows in collectives.items()
+        for index, group in enumerate(rows.groups)
+        if number_peers_by_position(rank, group.ranks, rows.peer[rows.group == index])
+    }
+    members: dict[Channel, set[int]] = {}
+    purposes: dict[Channel, str] = {}
+    channels: dict[Channel, int] = {}
+    parts = [Calls(**_NOTHING)]
     for rank in sorted(traces):
-        rows = collectives[rank]
-        channel = np.full(len(rows), -1, dtype=np.int64)
-        kind = rows.kind.copy()
-        paired = _paired(rows)
-        kind[paired] = CollectiveKind.SEND_RECV
-        # Batches of messages to several stages have no counterpart.
-        single = ~rows.between_stages | paired | (rows.group_size == 2)
-        measured = np.flatnonzero(rows.measured & single & (rows.group_size != 1) & (rows.group >= 0))
-        # Whole groups, then sends, then receives, then both at once.
-        direction = np.where(paired, _DIRECTIONS[np.maximum(rows.kind, 0)], 0)
-        keys = (rows.group, direction, np.where(paired, rows.peer, -1))
-        for members in rows_of_groups(*number_groups(*(key[measured] for key in keys))):
-            calls = measured[members]
-            group, towards, peer = (int(key[calls[0]]) for key in keys)
-            identity = identities[rank, group]
-            if towards:
-                other = _global_rank(peer, identity, local_peers[identity])
-                ends = (rank, other) if towards == 1 or (towards == 3 and rank < other) else (other, rank)
-                identity = Channel(identity.group, identity.ranks, 2, identity.stream, ends, towards == 3)
-            channel[calls] = numbers.setdefault(identity, len(numbers))
-        used = np.flatnonzero(channel >= 0)
-        parts.append(_columns(rank, traces[rank].base_ns, rows, used, channel[used], kind[used]))
-    return _concatenate(parts, tuple(numbers))
-
-
-def _paired(rows: Collectives) -> Bools:
-    return np.isin(rows.kind, POINT_TO_POINT) & (rows.peer >= 0)
-
-
-def _columns(rank: int, base_ns: int, rows: Collectives, used: Ints, channel: Ints, kind: Ints) -> Calls:
-    start = rows.start_ns[used] + base_ns
-    noted = rows.sequence_noted[used] & (rows.peer[used] < 0)  # the two ends of a pair count their calls separately
-    return Calls(
-        rank=np.full(len(used), rank, dtype=np.int64),
-        row=used,
-        channel=channel,
-        kind=kind,
-        token=rows.bytes[used],
-        sequence=np.where(noted, rows.sequence[used], -1),
-        start_ns=start,
-        end_ns=start + rows.duration_ns[used],
-        channels=(),
+        trace, rows = traces[rank], collectives[rank]
+        own = [identities[rank, index] for index in range(len(rows.groups))]
+        for identity, group, purpose in zip(own, rows.groups, rows.group_kinds, strict=True):
+            members.setdefault(identity, set(identity.ranks)).add(rank)
+            purposes.setdefault(identity, group.description if purpose is GroupKind.UNKNOWN else purpose.value)
+        row, part = read_operations(trace, rows, [identity in local for identity in own])
+        wanted = np.flatnonzero(rows.measured[row] & (rows.group_size[row] != 1))
+        row, part = row[wanted], take_rows(part, wanted)
+        numbers = {identity: number for number, identity in enumerate(members)}
+        of_group = np.array([numbers[identity] for identity in own], dtype=np.int64)
+        noted = rows.sequence_noted[row] & (part.peer < 0)  # the two ends of a pair count their calls separately
+        changed = {
+            "rank": np.full(len(row), rank),
+            "step": _steps_of_profiler(trace, called_ns(trace, rows, row)[0]),
+            "group": of_group[part.group],
+            "sequence": np.where(noted, part.sequence, UNKNOWN),
+            "start_ns": part.start_ns + trace.base_ns,
+            "stop_ns": np.maximum(part.stop_ns, part.start_ns + 1) + trace.base_ns,
+        }
+        channel = _channels(rank, rows, row, part, own, channels)
+        parts.append(Calls(**{**vars(part), **changed}, row=row, channel=channel, token=row, channels=()))
+    groups = tuple(
+        Group(f"{identity.group} of {sorted(ranks)}", tuple(sorted(ranks)), purposes[identity])
+        for identity, ranks in members.items()
     )
+    calls = replace(join_rows(parts), groups=groups, channels=tuple(channels))
+    calls = take_rows(calls, np.lexsort((calls.start_ns, calls.rank)))
+    return replace(calls, token=_tokens(calls.channel, calls.kind, calls.bytes))
 
 
-def _concatenate(parts: list[Calls], channels: tuple[Channel, ...]) -> Calls:
-    nothing = np.zeros(0, dtype=np.int64)
-    names = [f.name for f in fields(Calls) if f.name != "channels"]
-    columns = {name: np.concatenate([nothing, *(getattr(part, name) for part in parts)]) for name in names}
-    columns["token"] = _tokens(columns["channel"], columns["kind"], columns["token"])
-    return Calls(**columns, channels=channels)
+def _channels(
+    rank: int, rows: Collectives, row: Ints, part: Operations, own: Sequence[Channel], numbers: dict[Channel, int]
+) -> Ints:
+    """Return the number of each operation's channel, and add new ones to `numbers`."""
+    is_message = np.isin(part.kind, POINT_TO_POINT) & (part.peer >= 0)
+    is_single = ~rows.between_stages[row] | is_message | (rows.group_size[row] == 2)
+    # Whole groups, then sends, then receives, then both at once.
+    direction = np.where(is_message, _DIRECTIONS[np.maximum(part.kind, 0)], 0)
+    keys = (part.group, direction, np.where(is_message, part.peer, UNKNOWN))
+    channel, chosen = np.full(len(row), UNKNOWN), np.flatnonzero(is_single)
+    for members in rows_of_groups(*number_groups(*(key[chosen] for key in keys))):
+        group, towards, peer = (int(key[chosen[members[0]]]) for key in keys)
+        identity = own[group]
+        if towards:
+            ends = (rank, peer) if towards == 1 or (towards == 3 and rank < peer) else (peer, rank)
+            identity = Channel(identity.group, identity.ranks, 2, identity.stream, ends, towards == 3)
+        channel[chosen[members]] = numbers.setdefault(identity, len(numbers))
+    return channel
+
+
+def alike_kind(kind: Ints) -> Ints:
+    """Return one kind for the ends of a message. All-to-all is a kernel of sends and receives, too; its name depends on
+    what else was traced."""
+    return np.where(np.isin(kind, (*POINT_TO_POINT, CollectiveKind.ALL_TO_ALL)), int(CollectiveKind.SEND_RECV), kind)
+
+
+def called_ns(trace: Trace, collectives: Collectives, rows: Ints) -> tuple[Ints, Bools]:
+    """Return when the host called each, and whether it is known: otherwise there is only its start on the device, which
+    may be a step late."""
+    call = collectives.call_row[rows]
+    return np.where(call != ABSENT, trace.start_ns[call], collectives.start_ns[rows]), call != ABSENT
+
+
+def _steps_of_profiler(trace: Trace, called: Ints) -> Ints:
+    found = find_steps(trace)
+    if found.source != "ProfilerStep":
+        return np.full(len(called), NO_STEP)
+    position = found.at(called)
+    return np.where(position >= 0, found.number[position], NO_STEP)
 
 
 def _tokens(channel: Ints, kind: Ints, size_bytes: Ints) -> Ints:
-    # All-to-all is a kernel of sends and receives; its name depends on what else was traced.
-    alike = np.where(kind == CollectiveKind.ALL_TO_ALL, int(CollectiveKind.SEND_RECV), kind)
+    alike = alike_kind(kind)
     stretch, count = number_groups(channel, alike)
     # Sizes distinguish calls only if all are known.
     known = np.ones(count, dtype=bool)
@@ -154,32 +185,3 @@ def identify_groups(
             ranks = fitting[0] if len(fitting) == 1 else tuple(range(world)) if size == world > 1 else ()
             identities[rank, index] = Channel(group.name, ranks, len(ranks) or size, stream)
     return identities
-
-
-def _global_rank(peer: int, group: Channel, local: bool) -> int:
-    return group.ranks[peer] if local and peer < len(group.ranks) else peer
-
-
-def peers_are_local(
-    collectives: Mapping[int, Collectives], identities: Mapping[tuple[int, int], Channel]
-) -> dict[Channel, bool]:
-    """Whether a group numbers its peers from 0 or by their rank in the job: the numbering that matches more sends
-    with a receive."""
-    sends: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
-    receives: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
-    for rank, rows in collectives.items():
-        paired = _paired(rows)
-        for index, members in enumerate(rows_of_groups(rows.group, len(rows.groups))):
-            members = members[paired[members]]
-            for kind, found in ((CollectiveKind.SEND, sends), (CollectiveKind.RECV, receives)):
-                peers = rows.peer[members[rows.kind[members] == kind]]
-                found[identities[rank, index]].update((rank, peer) for peer in np.unique(peers).tolist())
-    decided = {}
-    for group in sends:
-        met = []
-        for local in (True, False):
-            sent = {(rank, _global_rank(peer, group, local)) for rank, peer in sends[group]}
-            received = {(_global_rank(peer, group, local), rank) for rank, peer in receives[group]}
-            met.append(len(sent & received))
-        decided[group] = met[0] >= met[1]
-    return decided

@@ -1,180 +1,131 @@
 """Matches the calls of different ranks that are the same collective: same group and sequence number, or, if the
-profiler recorded no numbers, the same position in the order. External ids are never used: each rank counts its own.
-
-Without numbers, the best shift between the orders is searched: a capture may begin a few collectives earlier on one
-rank, and a sampled one may lack some."""
+profiler recorded no numbers, the same position in the order. External ids are never used: each rank counts its own."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
-from enum import Enum
+from functools import cached_property
 
 import numpy as np
 
 from rankscope.analysis.collective_kinds import LEFT_TOGETHER, CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence, rows_of_groups, take_rows
+from rankscope.analysis.stats.robust import (
+    Bools,
+    Ints,
+    number_groups,
+    occurrence,
+    rows_of_groups,
+    take_rows,
+)
 from rankscope.analysis.step_graph.clock_alignment import SharedEnds
-from rankscope.analysis.traces.joins.channels import Calls, Channel
+from rankscope.analysis.step_graph.matching import match
+from rankscope.analysis.step_graph.operations import MESSAGES, UNKNOWN, Group
+from rankscope.analysis.traces.communication.collectives import POINT_TO_POINT
+from rankscope.analysis.traces.joins.channels import Calls, Channel, alike_kind
+from rankscope.analysis.traces.joins.shift_search import number_by_order
 
-# Shifts are tried this far around those suggested by starts, ends and clocks, on this many calls each.
-SHIFTS_TRIED = 64
-CALLS_TRIED = 128
-TOKENS_ALIKE_RATIO = 0.9
-# Another shift must fit this much worse, and ends of matched calls must be this much closer than neighbouring calls.
-CLEARLY_WORSE = 3.0
-SPREAD_TO_GAP_RATIO = 0.25
-CLOSE_NS = 2_000.0
-SAME_STEP_RATIO = 0.8
-CONTRADICTION, CONTRADICTING_CALLS = 20.0, 8
-# Ends that lie within such a window of each other vote for one clock difference.
-VOTING_WINDOWS_NS = (50_000, 500_000, 5_000_000)
-VOTES_NEEDED = 3
-VOTES_NEEDED_RATIO = 0.3
-PAIRS_TRIED = 4_000_000
-KEPT_RATIO = 0.8  # of the differences, when computing the spread
+_ONE_GROUP = (Group("", ()),)
 
 
 @dataclass(frozen=True)
 class Matched:
-    """One row per rank and collective, sorted by collective, with the columns of `Calls`; and per collective what
-    its members share."""
+    """The calls that met, sorted by meeting and rank."""
 
-    collective: Ints  # from 0
-    calls: Calls
-    channel: Ints  # per collective
-    kind: Ints
-    together: Bools  # per collective: all ranks leave it at the same time
-    channels: tuple[Channel, ...]
+    everything: Calls  # also those that did not meet
+    rows: Ints  # of `everything`
+    collective: Ints  # number of the meeting of each, from 0
     notes: tuple[str, ...]
 
     @property
     def count(self) -> int:
-        return len(self.channel)
+        return int(self.collective.max(initial=-1)) + 1
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        return self.everything.channels
+
+    @cached_property
+    def calls(self) -> Calls:
+        return take_rows(self.everything, self.rows)
+
+    @cached_property
+    def _first(self) -> Ints:
+        return self.rows[np.searchsorted(self.collective, np.arange(self.count))]
+
+    @property
+    def channel(self) -> Ints:
+        """By meeting."""
+        return self.everything.channel[self._first]
+
+    @property
+    def kind(self) -> Ints:
+        """By meeting; of a message, SEND_RECV."""
+        kind = self.everything.kind[self._first]
+        return np.where(np.isin(kind, POINT_TO_POINT), int(CollectiveKind.SEND_RECV), kind)
+
+    @property
+    def together(self) -> Bools:
+        """By meeting: all ranks leave it at the same time."""
+        return np.asarray(np.isin(self.kind, LEFT_TOGETHER))
 
     @property
     def ends(self) -> SharedEnds:
-        return SharedEnds(self.collective, self.calls.rank, self.calls.end_ns, self.together[self.collective])
+        return SharedEnds(self.collective, self.calls.rank, self.calls.stop_ns, self.together[self.collective])
+
+    @property
+    def operations(self) -> Calls:
+        """All operations, with the numbers of meetings as sequences. Messages that were not matched have none, so that
+        their order may tell."""
+        kind, is_message = self.everything.kind.copy(), np.isin(self.everything.kind, MESSAGES)
+        sequence = np.where(is_message, UNKNOWN, self.count + np.arange(len(kind)))
+        sequence[self.rows] = self.collective
+        kind[self.rows] = np.where(is_message[self.rows], kind[self.rows], self.kind[self.collective])
+        return replace(self.everything, sequence=sequence, kind=kind)
 
     def keep(self, collectives: Bools) -> Matched:
-        """A selection of the collectives, renumbered."""
+        """A selection of the meetings, renumbered."""
         members = collectives[self.collective]
         numbers = np.cumsum(collectives) - 1
-        return replace(
-            self,
-            collective=numbers[self.collective[members]],
-            calls=take_rows(self.calls, members),
-            channel=self.channel[collectives],
-            kind=self.kind[collectives],
-            together=self.together[collectives],
-        )
+        return replace(self, rows=self.rows[members], collective=numbers[self.collective[members]])
 
 
-def match_calls(calls: Calls, step: Ints) -> Matched:
-    """`step` is the number of the profiler's step of each call, -1 if unknown."""
+def match_calls(calls: Calls) -> Matched:
+    """Gives a number to calls that have none, and matches all by their numbers."""
     notes: list[str] = []
+    number = np.full(len(calls), UNKNOWN)
     noted = calls.sequence >= 0
-    number = np.full(len(calls), -1, dtype=np.int64)
-    number[noted] = _match_noted(take_rows(calls, noted))
-    next_number = int(number.max(initial=-1)) + 1
-    unnoted = np.flatnonzero(~noted)
+    number[noted] = _number_noted(take_rows(calls, noted))
+    unnoted = np.flatnonzero(~noted & (calls.channel >= 0))
     for members in rows_of_groups(*number_groups(calls.channel[unnoted])):
         rows = unnoted[members]
-        channel = int(calls.channel[rows[0]])
-        found = _match_ordered(take_rows(calls, rows), step[rows], calls.channels[channel], notes)
-        number[rows[found >= 0]] = next_number + found[found >= 0]
-        next_number += int(found.max(initial=-1)) + 1
-    return _keep_consistent(calls, number, notes)
+        found = number_by_order(take_rows(calls, rows), calls.channels[int(calls.channel[rows[0]])], notes)
+        number[rows] = np.where(found >= 0, int(number.max()) + 1 + found, UNKNOWN)
+    number[~_are_consistent(calls, number, notes)] = UNKNOWN
+    sequence = np.where(number >= 0, number, int(number.max(initial=0)) + 1 + np.arange(len(calls)))
+    # The numbers are of all groups together, and members may know a group or a kind by another name.
+    alike = replace(calls, sequence=sequence, group=0 * calls.group, kind=alike_kind(calls.kind), groups=_ONE_GROUP)
+    meeting = match(alike).number
+    rows = np.flatnonzero(meeting >= 0)
+    rows = rows[np.lexsort((calls.rank[rows], meeting[rows]))]
+    return Matched(calls, rows, meeting[rows], tuple(notes))
 
 
-def _match_noted(calls: Calls) -> Ints:
+def _number_noted(calls: Calls) -> Ints:
     """One number per (group, sequence). Coalesced calls share a sequence and are distinguished by kind and order."""
-    kind = np.where(calls.kind == CollectiveKind.ALL_TO_ALL, int(CollectiveKind.SEND_RECV), calls.kind)
+    kind = alike_kind(calls.kind)
     again = occurrence(number_groups(calls.channel, calls.sequence, kind, calls.rank)[0])
     return number_groups(calls.channel, calls.sequence, kind, again)[0]
 
 
-def _match_ordered(calls: Calls, step: Ints, channel: Channel, notes: list[str]) -> Ints:
-    """Ranks one after the other, longest first, each against the collectives found so far. Group names repeat, so
-    ranks that do not fit may be a group of their own."""
-    number = np.full(len(calls), -1, dtype=np.int64)
-    ranks, counts = np.unique(calls.rank, return_counts=True)
-    runs: list[_Found] = []
-    next_number = 0
-    bases: Counter[Basis] = Counter()
-    for rank in ranks[np.argsort(-counts, kind="stable")].tolist():
-        rows = np.flatnonzero(calls.rank == rank)
-        mine = Run(calls.token[rows], calls.end_ns[rows], step[rows])
-        fits = [found.fit(mine) if channel.size < 0 or found.members < channel.size else None for found in runs]
-        fitting = [i for i, fit in enumerate(fits) if fit is not None and fit.found]
-        if not fitting and any(fit is not None and fit.basis is Basis.AMBIGUOUS for fit in fits):
-            bases[Basis.AMBIGUOUS] += 1
-            continue
-        assigned = np.full(len(rows), -1, dtype=np.int64)
-        if fitting:
-            chosen = max(fitting, key=lambda i: len(_fit(fits[i]).right))
-            fit = _fit(fits[chosen])
-            bases[fit.basis] += 1
-            assigned[fit.right] = runs[chosen].number[fit.left]
-        new = assigned < 0
-        assigned[new] = next_number + np.arange(int(new.sum()))
-        next_number += int(new.sum())
-        number[rows] = assigned
-        if fitting:
-            runs[chosen] = runs[chosen].joined(mine, assigned, new, fit.offset_ns)
-        else:
-            runs.append(_Found(assigned, mine, 1))
-    if bases[Basis.AMBIGUOUS]:
-        notes.append(
-            f"{channel.label}: collectives are not numbered in the traces, and on {bases[Basis.AMBIGUOUS]} of "
-            f"{len(ranks)} ranks their order is ambiguous; excluded"
-        )
-    if bases[Basis.CLOCKS]:
-        notes.append(
-            f"{channel.label}: collectives are not numbered in the traces; matched by their clocks on "
-            f"{bases[Basis.CLOCKS]} ranks"
-        )
-    return number
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The collectives found so far in one group, on the clock of the first rank."""
-
-    number: Ints
-    run: Run
-    members: int
-
-    def fit(self, other: Run) -> Fit:
-        return fit_runs(self.run, other)
-
-    def joined(self, other: Run, assigned: Ints, new: Bools, offset_ns: int) -> _Found:
-        if not new.any():
-            return replace(self, members=self.members + 1)
-        number = np.concatenate([self.number, assigned[new]])
-        token = np.concatenate([self.run.token, other.token[new]])
-        end = np.concatenate([self.run.end_ns, other.end_ns[new] + offset_ns])
-        step = np.concatenate([self.run.step, other.step[new]])
-        order = np.argsort(end, kind="stable")
-        return _Found(number[order], Run(token[order], end[order], step[order]), self.members + 1)
-
-
-def _fit(fit: Fit | None) -> Fit:
-    assert fit is not None
-    return fit
-
-
-def _keep_consistent(calls: Calls, number: Ints, notes: list[str]) -> Matched:
-    """Keep only collectives that at least two ranks share and whose members are consistent."""
+def _are_consistent(calls: Calls, number: Ints, notes: list[str]) -> Bools:
+    """Return false where a number stands for different collectives, or a group's name for several groups."""
     known = np.flatnonzero(number >= 0)
-    rows = known[np.lexsort((calls.rank[known], number[known]))]
-    collective, count = number_groups(number[rows])
-    members = take_rows(calls, rows)
-    first = np.searchsorted(collective, np.arange(count))
-    size = np.bincount(collective, minlength=count)
-    channel = members.channel[first]
+    of, count = number_groups(number[known])
+    channel, token = np.zeros((2, count), dtype=np.int64)
+    channel[of], token[of] = calls.channel[known], calls.token[known]
+    size = np.bincount(of, minlength=count)
     alike = np.ones(count, dtype=bool)
-    np.logical_and.at(alike, collective, members.token == members.token[first][collective])
+    alike[of[calls.token[known] != token[of]]] = False
     limit = np.array([c.size for c in calls.channels], dtype=np.int64)[channel]
     crowded = (limit >= 0) & (size > limit)
     # One collective with too many members shows that the name is used by several groups: none of it can be trusted.
@@ -187,190 +138,9 @@ def _keep_consistent(calls: Calls, number: Ints, notes: list[str]) -> Matched:
             f"{which.label}: {int(most[number_of])} ranks use it but it has {which.size}; the name "
             "stands for several groups and the traces do not list their ranks; left out"
         )
-    common = size >= 2
-    unlike = int((common & ~shared & ~alike).sum())
+    unlike = int(((size >= 2) & ~shared & ~alike).sum())
     if unlike:
         notes.append(f"{unlike} numbered collectives differ in kind or size between ranks; excluded")
-    kind = members.kind[first]
-    matched = Matched(collective, members, channel, kind, np.isin(kind, LEFT_TOGETHER), calls.channels, tuple(notes))
-    return matched.keep(common & alike & ~shared)
-
-
-class Basis(Enum):
-    ORDER = "order"  # exactly one shift fits
-    ENDS = "ends"  # calls are missing, but their ends agree on one clock difference
-    CLOCKS = "clocks"  # no shift fits well, or several do; the ranks' clocks decide
-    AMBIGUOUS = "ambiguous"
-    NONE = "none"
-
-
-@dataclass(frozen=True)
-class Run:
-    """The calls of one rank in one group, in order."""
-
-    token: Ints
-    end_ns: Ints
-    step: Ints  # number of the profiler's step; -1 if unknown
-
-    def __len__(self) -> int:
-        return len(self.token)
-
-
-@dataclass(frozen=True)
-class Fit:
-    basis: Basis
-    left: Ints  # positions that are the same collective as …
-    right: Ints  # … these
-    offset_ns: int = 0  # left clock = right clock + offset
-
-    @property
-    def found(self) -> bool:
-        return self.basis in (Basis.ORDER, Basis.ENDS, Basis.CLOCKS)
-
-
-@dataclass(frozen=True)
-class _Shifts:
-    shift: Ints
-    overlap: Ints
-    offset_ns: Ints
-    spread_ns: Floats
-    same_step_ratio: Floats
-
-
-def fit_runs(left: Run, right: Run) -> Fit:
-    nothing = np.zeros(0, dtype=np.int64)
-    if not len(left) or not len(right):
-        return Fit(Basis.NONE, nothing, nothing)
-    tried = _try_shifts(left, right)
-    best = _contenders(_with_same_steps(tried))
-    gap = float(np.median(np.diff(np.sort(left.end_ns)))) if len(left) > 1 else np.inf
-    sharp = len(best.shift) == 1 and best.spread_ns[0] <= SPREAD_TO_GAP_RATIO * gap
-    if sharp and best.overlap[0] >= VOTES_NEEDED:
-        return _by_shift(left, right, best, Basis.ORDER)
-    voted = _vote(left, right)
-    if voted is not None:
-        return voted
-    decided = _decide_by_clocks(best)
-    if len(decided.shift) == 1:
-        return _by_shift(left, right, decided, Basis.CLOCKS)
-    return Fit(Basis.AMBIGUOUS if len(decided.shift) else Basis.NONE, nothing, nothing)
-
-
-def _by_shift(left: Run, right: Run, chosen: _Shifts, basis: Basis) -> Fit:
-    shift = int(chosen.shift[0])
-    mine = np.arange(max(0, -shift), min(len(right), len(left) - shift))
-    mine = mine[right.token[mine] == left.token[mine + shift]]
-    return Fit(basis, mine + shift, mine, int(chosen.offset_ns[0]))
-
-
-def _try_shifts(left: Run, right: Run) -> _Shifts:
-    """All shifts near the likely ones for which kinds and sizes agree."""
-    by_clock = int(np.searchsorted(left.end_ns, right.end_ns[0]))
-    around = np.arange(-SHIFTS_TRIED, SHIFTS_TRIED + 1)
-    shift = np.unique(np.concatenate([around, around + len(left) - len(right), around + by_clock]))
-    first = np.maximum(0, -shift)
-    overlap = np.minimum(len(right), len(left) - shift) - first
-    shorter = min(len(left), len(right))
-    enough = overlap >= max((shorter + 1) // 2, min(VOTES_NEEDED, shorter))
-    shift, first, overlap = shift[enough], first[enough], overlap[enough]
-    steps = np.linspace(0, 1, CALLS_TRIED)
-    mine = first[:, None] + np.rint(steps * (overlap - 1)[:, None]).astype(np.int64)
-    theirs = mine + shift[:, None]
-    difference = left.end_ns[theirs] - right.end_ns[mine]
-    # Clock differences may be years in nanoseconds: exact only as integers.
-    relative = (difference - difference[:, :1]).astype(np.float64)
-    middle = np.median(relative, axis=1)
-    deviation = np.sort(np.abs(relative - middle[:, None]), axis=1)[:, : int(KEPT_RATIO * CALLS_TRIED)]
-    same_step = (left.step[theirs] == right.step[mine]) & (right.step[mine] >= 0)
-    alike = (left.token[theirs] == right.token[mine]).mean(axis=1) >= TOKENS_ALIKE_RATIO
-    tried = _Shifts(
-        shift,
-        overlap,
-        difference[:, 0] + np.rint(middle).astype(np.int64),
-        deviation.mean(axis=1),
-        same_step.mean(axis=1),
-    )
-    return take_rows(tried, alike)
-
-
-def _with_same_steps(tried: _Shifts) -> _Shifts:
-    """Step numbers are the same on all ranks, so other shifts are excluded, unless the ends clearly contradict: a
-    profiler may have been started later on one rank."""
-    same = take_rows(tried, tried.same_step_ratio >= SAME_STEP_RATIO)
-    if not len(same.shift):
-        return tried
-    smallest = tried.spread_ns[tried.overlap >= CONTRADICTING_CALLS].min(initial=np.inf)
-    contradicted = same.spread_ns.min() > CONTRADICTION * max(smallest, CLOSE_NS)
-    return tried if contradicted else same
-
-
-def _contenders(tried: _Shifts) -> _Shifts:
-    # A few calls can fit by chance.
-    weighed = tried.spread_ns * (tried.overlap.max(initial=1) / tried.overlap) ** 2
-    least = weighed.min(initial=np.inf)
-    return take_rows(tried, weighed <= max(CLEARLY_WORSE * least, least + CLOSE_NS))
-
-
-def _decide_by_clocks(contenders: _Shifts) -> _Shifts:
-    """Take the shift that needs a far smaller offset than the others, if there is one."""
-    if len(contenders.shift) < 2:
-        return contenders
-    nearest = np.argsort(np.abs(contenders.offset_ns))
-    first, second = np.abs(contenders.offset_ns[nearest[:2]]).tolist()
-    return take_rows(contenders, nearest[:1]) if second >= CLEARLY_WORSE * first else contenders
-
-
-def _vote(left: Run, right: Run) -> Fit | None:
-    """The clock difference for which most ends coincide, if no other is close."""
-    chosen = np.arange(len(right))
-    if len(left) * len(right) > PAIRS_TRIED:
-        chosen = np.linspace(0, len(right) - 1, max(PAIRS_TRIED // len(left), 1)).astype(np.int64)
-    theirs, mine = np.nonzero(left.token[:, None] == right.token[chosen][None, :])
-    mine = chosen[mine]
-    difference = left.end_ns[theirs] - right.end_ns[mine]
-    order = np.argsort(difference, kind="stable")
-    difference, theirs, mine = difference[order], theirs[order], mine[order]
-    needed = max(VOTES_NEEDED, VOTES_NEEDED_RATIO * min(len(left), len(chosen)))
-    for window in VOTING_WINDOWS_NS:
-        past = np.searchsorted(difference, difference + window, side="right")
-        votes = past - np.arange(len(difference))
-        if not len(votes) or votes.max() < needed:
-            continue
-        best = int(np.argmax(votes))
-        inside = slice(best, int(past[best]))
-        distinct = min(len(np.unique(theirs[inside])), len(np.unique(mine[inside])))
-        apart = (difference < difference[best] - window) | (difference > difference[best] + window)
-        if distinct < needed or 2 * votes[apart].max(initial=0) >= distinct:
-            continue
-        middle = difference[inside][(inside.stop - inside.start) // 2]
-        matched = _nearest(left, right, int(middle), window)
-        return Fit(Basis.ENDS, *matched, int(middle))
-    return None
-
-
-def _nearest(left: Run, right: Run, offset_ns: int, window_ns: int) -> tuple[Ints, Ints]:
-    """Pairs of equal tokens that are each other's nearest, within the window."""
-    lefts, rights = [], []
-    tokens, numbers = np.unique(np.concatenate((left.token, right.token)), return_inverse=True)
-    sides = (numbers[: len(left)], numbers[len(left) :])
-    for theirs, mine in zip(*(rows_of_groups(side, len(tokens)) for side in sides), strict=True):
-        if not len(theirs) or not len(mine):
-            continue
-        theirs = theirs[np.argsort(left.end_ns[theirs], kind="stable")]
-        mine = mine[np.argsort(right.end_ns[mine], kind="stable")]
-        there, here = left.end_ns[theirs], right.end_ns[mine] + offset_ns
-        to_left, to_right = _nearest_of(there, here), _nearest_of(here, there)
-        mutual = to_right[to_left] == np.arange(len(here))
-        close = mutual & (np.abs(there[to_left] - here) <= window_ns)
-        lefts.append(theirs[to_left[close]])
-        rights.append(mine[close])
-    found_left, found_right = np.concatenate(lefts), np.concatenate(rights)
-    order = np.argsort(found_right)
-    return found_left[order], found_right[order]
-
-
-def _nearest_of(times: Ints, wanted: Ints) -> Ints:
-    after = np.clip(np.searchsorted(times, wanted), 1, max(len(times) - 1, 1))
-    before = after - 1
-    after = np.minimum(after, len(times) - 1)
-    return np.where(np.abs(times[after] - wanted) < np.abs(wanted - times[before]), after, before)
+    consistent = np.zeros(len(calls), dtype=bool)
+    consistent[known] = (alike & ~shared)[of]
+    return consistent

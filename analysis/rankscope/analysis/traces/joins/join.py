@@ -20,16 +20,16 @@ from rankscope.analysis.traces.intervals import difference, total, union
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
 from rankscope.analysis.traces.joins.comparison import RankExcess, compare_losses, compare_ranks
-from rankscope.analysis.traces.joins.operations import job_operations
+from rankscope.analysis.traces.joins.operations import operations_in_steps
 from rankscope.analysis.traces.joins.self_time import (
     Arrivals,
     StepTimes,
     find_arrivals,
     find_common_steps,
     measure_steps,
+    waits_of_rank,
 )
 from rankscope.analysis.traces.joins.step_verdict import comparable, judge_steps
-from rankscope.analysis.traces.steps import NO_STEP, find_steps
 from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Trace
 from rankscope.analysis.verdicts.critical_path import where_steps_go
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
@@ -98,7 +98,7 @@ def join_traces(
     """Traces by rank. `stage_of` gives each rank's pipeline stage, if known."""
     ranks = sorted(traces)
     calls = gather_calls(traces, collectives)
-    matched = match_calls(calls, step_numbers(calls, traces, collectives))
+    matched = match_calls(calls)
     clocks = align(matched.ends, ranks)
     arrivals = find_arrivals(matched, clocks)
     impossible = int((~arrivals.possible).sum())
@@ -115,7 +115,7 @@ def join_traces(
     world = _world_size(traces, calls)
     path = None
     if len(common.windows) > 1:
-        path = PathFinder(min_steps=1).find(job_operations(traces, collectives, matched, clocks, common))
+        path = PathFinder(min_steps=1).find(operations_in_steps(traces, collectives, matched, clocks, common))
     by_path = _have_roles(matched, world)
     notes += _alignment_notes(ranks, matched, clocks)
     last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
@@ -130,7 +130,7 @@ def join_traces(
         collectives_matched=matched.count,
         last_arrivals=last_arrivals,
         close_arrivals=int((arrivals.lead_ns <= 1000 * (clocks.residual_us or 0.0)).sum()),
-        waits=_rank_waits(ranks, matched, arrivals, steps),
+        waits=_rank_waits(last_arrivals, collectives, matched, arrivals, steps),
         groups=_group_waits(matched, arrivals, collectives),
         exposed_wait_ratio=_exposed_wait_ratios(traces, collectives, matched, arrivals),
         verdict=verdict.kind,
@@ -156,22 +156,6 @@ def _have_roles(matched: Matched, world_size: int) -> bool:
     return any(channel.pair is not None or 1 < channel.size < world_size for channel in channels)
 
 
-def step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Ints:
-    """The profiler's step of each call, -1 if the profiler recorded none."""
-    numbers = np.full(len(calls), NO_STEP, dtype=np.int64)
-    for rank, trace in traces.items():
-        found = find_steps(trace)
-        if found.source != "ProfilerStep":
-            continue
-        mine = np.flatnonzero(calls.rank == rank)
-        rows = collectives[rank].call_row[calls.row[mine]]
-        # Without the host's call there is only the kernel's start, which may be a step late.
-        called = np.where(rows >= 0, trace.start_ns[rows], collectives[rank].start_ns[calls.row[mine]])
-        position = found.at(called)
-        numbers[mine] = np.where(position >= 0, found.number[position], NO_STEP)
-    return numbers
-
-
 def _world_size(traces: Mapping[int, Trace], calls: Calls) -> int:
     known = max((trace.world_size or 0 for trace in traces.values()), default=0)
     largest = max((channel.size for channel in calls.channels), default=0)
@@ -192,23 +176,25 @@ def _alignment_notes(ranks: list[int], matched: Matched, clocks: Clocks) -> list
     return notes
 
 
-def _rank_waits(ranks: list[int], matched: Matched, arrivals: Arrivals, steps: StepTimes) -> dict[int, RankWaits]:
-    index = np.searchsorted(ranks, matched.calls.rank)
-    count = len(ranks)
-    wait = np.bincount(index, weights=arrivals.wait_ns, minlength=count) / 1000
-    duration = np.bincount(index, weights=matched.calls.end_ns - matched.calls.start_ns, minlength=count) / 1000
-    members = np.bincount(index, minlength=count)
-    last = np.bincount(index[arrivals.last], minlength=count)
+def _rank_waits(
+    last_arrivals: Mapping[int, int],
+    collectives: Mapping[int, Collectives],
+    matched: Matched,
+    arrivals: Arrivals,
+    steps: StepTimes,
+) -> dict[int, RankWaits]:
     row = {rank: position for position, rank in enumerate(steps.rank.tolist())}
     found = {}
-    for position, rank in enumerate(ranks):
+    for rank, count in last_arrivals.items():
         measured = rank in row and len(steps.step) > 0
+        rows, wait = waits_of_rank(rank, matched, arrivals)
+        waited = float(wait.sum()) / 1000
         found[rank] = RankWaits(
-            collectives=int(members[position]),
-            last=int(last[position]),
-            wait_us=float(wait[position]),
+            collectives=len(rows),
+            last=count,
+            wait_us=waited,
             exposed_wait_us=float(np.nansum(steps.wait_ns[row[rank]])) / 1000 if measured else None,
-            transfer_us=float(duration[position] - wait[position]),
+            transfer_us=float(collectives[rank].duration_ns[rows].sum()) / 1000 - waited,
             self_us_per_step=float(np.nanmean(steps.self_ns[row[rank]])) / 1000 if measured else None,
         )
     return found
@@ -219,10 +205,9 @@ def _exposed_wait_ratios(
 ) -> dict[int, dict[str, float]]:
     ratios: dict[int, dict[str, float]] = {}
     for rank, trace in traces.items():
-        members = np.flatnonzero(matched.calls.rank == rank)
-        rows = matched.calls.row[members]
+        rows, wait = waits_of_rank(rank, matched, arrivals)
         begun, ended = collectives[rank].start_ns[rows], collectives[rank].end_ns[rows]
-        turned = begun + np.minimum(arrivals.wait_ns[members], ended - begun)  # from waiting to transfer
+        turned = begun + np.minimum(wait, ended - begun)  # from waiting to transfer
         purpose, hiding = collectives[rank].purpose[rows], compute_intervals(trace)
         of_rank = ratios[rank] = {}
         for kind in np.unique(purpose).tolist():

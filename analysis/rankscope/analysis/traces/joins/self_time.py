@@ -35,7 +35,7 @@ def find_arrivals(matched: Matched, clocks: Clocks) -> Arrivals:
     """transfer = the least, over the group, of (own end − latest start); wait = own duration − transfer."""
     calls, collective, count = matched.calls, matched.collective, matched.count
     start = clocks.common(calls.rank, calls.start_ns)
-    end = clocks.common(calls.rank, calls.end_ns)
+    end = clocks.common(calls.rank, calls.stop_ns)
     nothing = np.zeros(0, dtype=np.int64)
     if count == 0:
         return Arrivals(start, nothing, nothing, nothing, nothing, np.zeros(0, dtype=bool))
@@ -43,7 +43,7 @@ def find_arrivals(matched: Matched, clocks: Clocks) -> Arrivals:
     latest = np.maximum.reduceat(start, heads)
     first_end = np.minimum.reduceat(end, heads)
     transfer = np.maximum(first_end - latest, 0)
-    duration = calls.end_ns - calls.start_ns
+    duration = calls.stop_ns - calls.start_ns
     wait = np.maximum(duration - transfer[collective], 0)
     order = np.lexsort((start, collective))
     tails = np.append(heads[1:], len(collective)) - 1
@@ -56,6 +56,16 @@ def find_arrivals(matched: Matched, clocks: Clocks) -> Arrivals:
         lead_ns=start[order[tails]] - start[order[tails - 1]],
         possible=~matched.together | (latest <= first_end + tolerance),
     )
+
+
+def waits_of_rank(rank: int, matched: Matched, arrivals: Arrivals) -> tuple[Ints, Ints]:
+    """Return the rank's rows of Collectives, each once, and how long it waited in them. A kernel with several messages
+    waits for the last of them."""
+    mine = matched.calls.rank == rank
+    rows, place = np.unique(matched.calls.row[mine], return_inverse=True)
+    wait = np.zeros(len(rows), dtype=np.int64)
+    np.maximum.at(wait, place, arrivals.wait_ns[mine])
+    return rows, wait
 
 
 # A first step that the capture cut to less than this share of the others is no step to compare.
@@ -223,10 +233,9 @@ def _rank_times(
     end: Ints,
 ) -> Floats:
     """Rows: step, wait, transfer, unmatched; a column per window."""
-    members = np.flatnonzero(matched.calls.rank == rank)
-    rows = matched.calls.row[members]
+    rows, wait = waits_of_rank(rank, matched, arrivals)
     begun, ended = collectives.start_ns[rows], collectives.end_ns[rows]
-    turned = begun + np.minimum(arrivals.wait_ns[members], ended - begun)  # from waiting to transfer
+    turned = begun + np.minimum(wait, ended - begun)  # from waiting to transfer
     others = collectives.measured & (collectives.group_size != 1)
     others[rows] = False
     hiding = compute_intervals(trace)
