@@ -157,10 +157,11 @@ def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join 
 
 
 def _join_report(join: Join) -> JoinReport:
-    from rankscope.operator.console.answers import breakdown_answer
-
     same = {name: getattr(join, name) for name in JoinReport.__struct_fields__ if hasattr(join, name)}
-    same["breakdown"] = breakdown_answer(join.breakdown, _verdict(join))
+    if join.breakdown is not None:
+        from rankscope.operator.console.answers import breakdown_answer
+
+        same["breakdown"] = breakdown_answer(join.breakdown, _verdict(join))
     offsets = {rank: shift.offset_ns / 1000 for rank, shift in join.clocks.shifts.items()}
     return JoinReport(clock_offsets_us=offsets, **same)
 

@@ -113,10 +113,10 @@ def join_traces(
     common = find_common_steps(traces, breakdowns, np.unique(matched.calls.rank), clocks)
     steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks, common)
     world = _world_size(traces, calls)
-    path = None
-    if len(common.windows) > 1:
+    path, by_path = None, _have_roles(matched, world)
+    is_seen = len(ranks) >= policy.ranks_seen_ratio * world
+    if len(common.windows) > 1 and (by_path or is_seen):
         path = PathFinder(min_steps=1).find(operations_in_steps(traces, collectives, matched, clocks, common))
-    by_path = _have_roles(matched, world)
     notes += _alignment_notes(ranks, matched, clocks)
     last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
     last_arrivals = dict(zip(ranks, last.tolist(), strict=True))
@@ -124,7 +124,6 @@ def join_traces(
         steps, world, ranks, matched.count, clocks.residual_us, stage_of, policy, last_arrivals, path, by_path
     )
     excesses = compare_losses(path) if by_path else compare_ranks(comparable(steps), stage_of or {})
-    is_seen = len(ranks) >= policy.ranks_seen_ratio * world
     return Join(
         clock_residual_us=clocks.residual_us,
         collectives_matched=matched.count,
