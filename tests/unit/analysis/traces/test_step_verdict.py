@@ -34,6 +34,9 @@ def longer(megatron: Traces) -> Traces:
 def test_two_steps_of_a_pipeline_accuse_nobody(megatron: Traces) -> None:
     found = join_all(megatron)
     assert (found.verdict, found.culprits, found.confidence) == (Kind.INSUFFICIENT_DATA, (), Confidence.LOW)
+    # Of two pairs of stages, each sends eight messages in both directions, six of them in the kernel of another one.
+    messages = [group for group in found.groups if group.kind == "send_recv"]
+    assert [group.collectives for group in messages] == [8] * 4 and found.collectives_matched == 360 + 32
     assert found.breakdown is not None and found.breakdown.steps == 1
     assert found.breakdown.step_seconds == pytest.approx(0.169, abs=0.002)
     parts = {(part.part, part.stage, part.group_kind): part.seconds for part in found.breakdown.parts}

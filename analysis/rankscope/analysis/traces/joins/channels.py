@@ -73,8 +73,8 @@ def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collecti
     local = {
         identities[rank, index]
         for rank, rows in collectives.items()
-        for index, group in enumerate(rows.groups)
-        if number_peers_by_position(rank, group.ranks, rows.peer[rows.group == index])
+        for index, members in enumerate(rows_of_groups(rows.group, len(rows.groups)))
+        if number_peers_by_position(rank, rows.groups[index].ranks, rows.peer[members])
     }
     members: dict[Channel, set[int]] = {}
     purposes: dict[Channel, str] = {}
