@@ -48,7 +48,7 @@ from benchmarks.gpu.foreign_cells import (
 )
 from benchmarks.gpu.foreign_rows import Facts, Row, iterations, judge, table, texts
 from benchmarks.gpu.lab import core_shares, lab_job, multi_process_service
-from benchmarks.gpu.reporting import machine
+from benchmarks.gpu.reporting import machine, pack
 from benchmarks.gpu.unpacking import unpack
 from benchmarks.gpu.verdict_rows import Said
 from benchmarks.gpu.window_stream import WindowRecorder
@@ -62,7 +62,6 @@ LOG_BYTES = 60_000
 # A recording begins so long before the fault, and ends so long after it.
 RECORDED_BEFORE_SECONDS, RECORDED_AFTER_SECONDS = 12.0, 24.0
 RECORDER_ENDS_SECONDS = 20.0
-MAX_ARCHIVE_BYTES = 15 << 20
 SCRIPT = Path(__file__).with_name("foreign_fault.py")
 SCRIPT_ENVIRONMENT = {"TEARDOWN_CUPTI": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 DATA_TOKENS, VOCABULARY, CPU_VOCABULARY = 2_000_000, 50_000, 256
@@ -353,7 +352,7 @@ class Matrix:
         rows = [{name: value for name, value in asdict(row).items() if name not in keys} for row in self.rows]
         results = {"machine": self._machine, "parallel": self._asked.parallel, "rows": rows}
         (self._asked.out / "foreign.json").write_text(json.dumps(results, indent=1, default=str))
-        pack(self._asked.out, self._asked.pack or self._asked.out)
+        pack(self._asked.out, self._asked.pack or self._asked.out, "foreign")
 
     @property
     def text(self) -> str:
@@ -363,21 +362,6 @@ class Matrix:
         left_out = f" There was no time for {', '.join(self._left_out)}." if self._left_out else ""
         head = f"{self._machine['text']}; {shared}. {right} of {len(self.rows)} cells are right.{left_out}"
         return f"### Foreign trainers{dry}\n\n{head}\n\n{table(self.rows)}\n"
-
-
-def pack(folder: Path, target: Path) -> None:
-    """Pack all results into archives that are small enough to travel: results.tar.gz, results-2.tar.gz and so on."""
-    files = [path for path in (*folder.glob("foreign*"), *folder.glob("foreign/*")) if path.is_file()]
-    number = size = 0
-    with contextlib.ExitStack() as stack:
-        archive: tarfile.TarFile | None = None
-        for path in sorted(files):
-            if archive is None or size + path.stat().st_size > MAX_ARCHIVE_BYTES:
-                number, size = number + 1, 0
-                name = "results.tar.gz" if number == 1 else f"results-{number}.tar.gz"
-                archive = stack.enter_context(tarfile.open(target / name, "w:gz", compresslevel=3))
-            archive.add(path, str(path.relative_to(folder)))
-            size += path.stat().st_size
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+MAX_ARCHIVE_BYTES = 15 << 20
 
 
 @dataclass(frozen=True)
@@ -118,3 +122,18 @@ def output_of(command: list[str]) -> str | None:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def pack(folder: Path, target: Path, part: str) -> None:
+    """Pack the results of a part into archives that are small enough to travel: results.tar.gz, results-2.tar.gz."""
+    files = [path for path in (*folder.glob(f"{part}*"), *folder.glob(f"{part}/*")) if path.is_file()]
+    number = size = 0
+    with contextlib.ExitStack() as stack:
+        archive: tarfile.TarFile | None = None
+        for path in sorted(files):
+            if archive is None or size + path.stat().st_size > MAX_ARCHIVE_BYTES:
+                number, size = number + 1, 0
+                name = "results.tar.gz" if number == 1 else f"results-{number}.tar.gz"
+                archive = stack.enter_context(tarfile.open(target / name, "w:gz", compresslevel=3))
+            archive.add(path, str(path.relative_to(folder)))
+            size += path.stat().st_size

@@ -35,8 +35,9 @@ from benchmarks.gpu.lab import (
     multi_process_service,
     probe_folder,
 )
-from benchmarks.gpu.reporting import machine
+from benchmarks.gpu.reporting import machine, pack
 from benchmarks.gpu.verdict_rows import Cell, Facts, Row, Said, judge, table
+from benchmarks.gpu.window_stream import WindowRecorder
 from benchmarks.running import BenchmarkError, RunningDaemon, daemon
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
@@ -53,6 +54,7 @@ SCRAPED = {
 SCRAPE_SECONDS = 2.0
 END_SECONDS = 12.0  # how long ranks may take to end after their time
 START_ESTIMATE_SECONDS = 15.0
+WINDOWS_END_SECONDS = 5.0
 
 
 @dataclass
@@ -88,10 +90,11 @@ class Recording:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recording]:
+def recording(windows: Path) -> Iterator[Recording]:
+    """Watch all jobs, and keep what the daemon sends in a file."""
     stopping = threading.Event()
     with daemon(command="up") as watching, grpc.insecure_channel(watching.grpc_target) as channel:
-        made = Recording(watching)
+        made, recorder = Recording(watching), WindowRecorder(watching.grpc_target, windows)
         threads = [
             threading.Thread(target=made.watch, args=(channel,), daemon=True),
             threading.Thread(target=made.scrape, args=(stopping,), daemon=True),
@@ -105,6 +108,7 @@ def recording() -> Iterator[Recording]:
             channel.close()
             for thread in threads:
                 thread.join(5)
+    recorder.wait(WINDOWS_END_SECONDS)
 
 
 class Matrix:
@@ -142,7 +146,8 @@ class Matrix:
         try:
             with contextlib.ExitStack() as stack:
                 jobs = [stack.enter_context(self._start(cell, place)) for place, cell in enumerate(batch)]
-                heard = stack.enter_context(recording())
+                windows = self._asked.out / "verdicts" / f"{'+'.join(cell.name for cell in batch)}.windows.gz"
+                heard = stack.enter_context(recording(windows))
                 await_start(jobs, self._asked.cpu)
                 give_up_at = time.monotonic() + self._asked.seconds + END_SECONDS
                 while any(job.running for job in jobs) and time.monotonic() < give_up_at:
@@ -232,6 +237,7 @@ class Matrix:
         results: dict[str, Any] = {"machine": self._machine, "rows": [row.as_dict() for row in self._rows]}
         (self._asked.out / "verdicts.json").write_text(json.dumps(results, indent=1, default=str))
         (self._asked.out / "verdicts.md").write_text(self.text)
+        pack(self._asked.out, self._asked.pack or self._asked.out, "verdicts")
 
     @property
     def has_missed(self) -> bool:
@@ -251,6 +257,7 @@ def chosen(cells: str, repeat: int, rank: int) -> list[Cell]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=DEFAULT_CELLS, help="FRAMEWORK:FAULT,…; gpu10 is 10 per cent of a step")
+    parser.add_argument("--pack", type=Path, help="where the archives of all results go (default: OUT)")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=1, help="cells at the same time, each on a share of the cores")
     parser.add_argument("--ranks", type=int, default=4)

@@ -142,26 +142,28 @@ def test_only_jobs_with_roles_send_operations(function: int, sizes: tuple[int, i
     assert not have_roles(records, communicators, 2048)
 
 
-def reductions(calls: int, begins: float, size: int = 1 << 21, steps: int = 4) -> Table:
-    """All-reduces of one size in steps of 10 ms, from a share of the step on."""
+def reductions(calls: int, begins: float, busy: float = 0.5, size: int = 1 << 21, steps: int = 4) -> Table:
+    """All-reduces of one size in steps of 10 ms, from a share of the step on. They fill a share of the rest."""
     place = begins + (1 - begins) * np.arange(calls) / calls
     records = np.zeros(steps * calls, RECORD_DTYPE)
     records["function"], records["bytes"] = ALL_REDUCE, size
     records["start_ns"] = ((np.arange(steps)[:, None] + place) * STEP_MS * MS).ravel()
+    records["stop_ns"] = records["start_ns"] + int(busy * (1 - begins) / calls * STEP_MS * MS)
     return records
 
 
 @pytest.mark.parametrize(
-    ("calls", "begins", "expected"),
+    ("calls", "begins", "busy", "expected"),
     [
-        (32, 0.0, True),
-        (200, 0.0, True),
-        (4, 0.0, False),  # too few for layers
-        (200, 0.4, False),  # gradients: none in the forward pass
+        (32, 0.0, 0.5, True),
+        (200, 0.0, 0.9, True),
+        (4, 0.0, 0.5, False),  # too few for layers
+        (200, 0.4, 0.5, False),  # gradients: none in the forward pass
+        (24, 0.15, 0.97, False),  # the same, in a step that is nearly all communication
     ],
 )
-def test_tensor_parallel_ranks_reduce_in_every_layer(calls: int, begins: float, expected: bool) -> None:
-    assert is_tensor_parallel(reductions(calls, begins), 4, 4, STEP_MS * MS) is expected
+def test_tensor_parallel_ranks_reduce_in_every_layer(calls: int, begins: float, busy: float, expected: bool) -> None:
+    assert is_tensor_parallel(reductions(calls, begins, busy), 4, 4, STEP_MS * MS) is expected
 
 
 def test_no_operations_are_those_of_no_tensor_parallel_rank() -> None:
