@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -240,6 +241,7 @@ class Player:
         return Operations(*(np.rint(column[order]).astype(np.int64) for column in columns), tuple(self.groups))
 
 
+@lru_cache(maxsize=32)
 def play(layout: Layout) -> Operations:
     return Player(layout).play()
 
@@ -248,8 +250,11 @@ def packed(rows: Operations, rank: int, unix_ns: int = 0, gpu_ns: int = 0) -> Ra
     """The rows of one rank as its daemon sends them. The clocks of its wall and its GPU are so far ahead."""
     own = [number for number, group in enumerate(rows.groups) if rank in group.ranks]
     seats = [Seat(number, len(rows.groups[number].ranks), rows.groups[number].ranks.index(rank)) for number in own]
-    ends = zip(rows.group.tolist(), rows.peer.tolist(), strict=True)
-    peer = np.array([rows.groups[group].ranks.index(peer) if peer >= 0 else UNKNOWN for group, peer in ends])
+    peer = np.full(len(rows), UNKNOWN)
+    for number in own:
+        members = np.array(rows.groups[number].ranks)
+        sent = np.flatnonzero((rows.group == number) & (rows.peer >= 0))
+        peer[sent] = np.argmax(members[None, :] == rows.peer[sent, None], axis=1)
     start, stop = rows.start_ns + gpu_ns, rows.stop_ns + gpu_ns
     moved = replace(rows, group=np.searchsorted(own, rows.group), peer=peer, start_ns=start, stop_ns=stop)
     return pack(moved, seats, unix_ns - gpu_ns)

@@ -19,7 +19,7 @@ from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 def test_there_is_a_benchmark_for_every_promise() -> None:
     assert set(BENCHMARKS) == {
         "probe", "verdicts", "windows", "traces", "timeline", "captures", "registration", "daemon", "gpu",
-        "profiles", "console", "pages", "rules", "fleet", "overhead",
+        "profiles", "console", "pages", "rules", "fleet", "overhead", "path",
     }  # fmt: skip
 
 

@@ -184,12 +184,14 @@ def test_replays_of_a_graph_have_one_number_and_no_steps() -> None:
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_recorded_steps_are_found_or_nothing(path: Path) -> None:
-    """At whatever time a look is taken, on every rank. In each recording, NCCL is asked in half of the steps."""
+    """At whatever time a look is taken, on the first rank and on the last. In each recording, NCCL is asked in half of
+    the steps."""
     recording = np.load(path)
     ranks = sum(name.startswith("nccl_") for name in recording.files)
-    tables = [_meetings(recording, rank, ranks) for rank in range(ranks)]
+    looked_at = (0, ranks - 1)
+    tables = [_meetings(recording, rank, ranks) for rank in looked_at]
     known: list[dict[tuple[int, ...], int]] = []
-    for (meetings, issued_ns), steps in zip(tables, (recording[f"steps_{rank}"] for rank in range(ranks)), strict=True):
+    for (meetings, issued_ns), steps in zip(tables, (recording[f"steps_{rank}"] for rank in looked_at), strict=True):
         host_end_ns = steps["host_end_ns" if "host_end_ns" in steps.dtype.names else "end_ns"]
         numbers: dict[tuple[int, ...], int] = {}
         for length in range(0, len(meetings), 24):

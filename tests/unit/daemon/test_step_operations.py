@@ -13,6 +13,7 @@ from rankscope.analysis.step_graph.window_operations import MAX_ROWS, RankOperat
 from rankscope.daemon.steps.nccl_reader import COMMUNICATOR_DTYPE, RECORD_DTYPE, Table
 from rankscope.daemon.steps.step_operations import (
     BLOCK_STEPS,
+    MAX_RANKS,
     MIN_RANK_ROWS,
     HeldOperations,
     Role,
@@ -139,7 +140,7 @@ def test_only_jobs_with_roles_send_operations(function: int, sizes: tuple[int, i
     communicators = COMMUNICATORS.copy()
     communicators["ranks"] = sizes
     assert have_roles(records, communicators, 4) is expected
-    assert not have_roles(records, communicators, 2048)
+    assert not have_roles(records, communicators, 2 * MAX_RANKS)
 
 
 def reductions(calls: int, begins: float, busy: float = 0.5, size: int = 1 << 21, steps: int = 4) -> Table:
@@ -171,7 +172,7 @@ def test_no_operations_are_those_of_no_tensor_parallel_rank() -> None:
     assert not is_tensor_parallel(records[:0], 4, 4, STEP_MS * MS)
     assert not is_tensor_parallel(records, 4, 1, STEP_MS * MS), "one step shows no gap between steps"
     assert not is_tensor_parallel(records, 1, 4, STEP_MS * MS)
-    assert not is_tensor_parallel(records, 2048, 4, STEP_MS * MS)
+    assert not is_tensor_parallel(records, 2 * MAX_RANKS, 4, STEP_MS * MS)
     records["bytes"] += np.arange(len(records), dtype=np.uint64)
     assert not is_tensor_parallel(records, 4, 4, STEP_MS * MS), "buckets of gradients differ in size"
 

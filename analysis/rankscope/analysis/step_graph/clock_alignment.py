@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from rankscope.analysis.stats.robust import (
     Ints,
     grouped_median,
     number_groups,
+    order_within_groups,
     rows_of_groups,
 )
 
@@ -161,6 +163,17 @@ class _Sample:
     def of(cls, meeting: Ints, index: Ints, time: Floats, middle: float) -> _Sample:
         return cls(*number_groups(meeting), index, time, middle)
 
+    @cached_property
+    def half_apart(self) -> tuple[Ints, Ints]:
+        """Pairs of rows of each rank with enough of them: the second is later by half of all that it has."""
+        count = int(self.index.max(initial=-1)) + 1
+        order = order_within_groups(self.time, self.index, count)
+        size = np.bincount(self.index, minlength=count)
+        first, size = (np.cumsum(size) - size)[self.index[order]], size[self.index[order]]
+        place = np.arange(len(order))
+        begins = (size >= DRIFT_COLLECTIVES) & (place - first < size - size // 2)
+        return order[begins], order[(place + size // 2)[begins]]
+
     def deviation(self, fit: _Fit) -> Floats:
         """The distance of each end from the median of its meeting."""
         own = self.time + fit.offset[self.index] + fit.slope[self.index] * (self.time - self.middle)
@@ -185,18 +198,12 @@ def _settle(sample: _Sample, fit: _Fit, drifting: Bools) -> _Fit:
 def _slopes(sample: _Sample, deviation: Floats, count: int) -> Floats:
     """Per rank, the slope of its deviation over time: the median slope between calls half a capture apart (after
     Theil and Sen)."""
-    slopes = np.zeros(count)
-    for rank, rows in enumerate(rows_of_groups(sample.index, count)):
-        if len(rows) < DRIFT_COLLECTIVES:
-            continue
-        rows = rows[np.argsort(sample.time[rows], kind="stable")]
-        half = len(rows) // 2
-        apart = sample.time[rows[half:]] - sample.time[rows[: len(rows) - half]]
-        risen = deviation[rows[half:]] - deviation[rows[: len(rows) - half]]
-        real = apart > 0
-        if real.any():
-            slopes[rank] = np.clip(np.median(risen[real] / apart[real]), -MAX_DRIFT_RATIO, MAX_DRIFT_RATIO)
-    return slopes
+    before, after = sample.half_apart
+    apart = sample.time[after] - sample.time[before]
+    real = apart > 0
+    before, after = before[real], after[real]
+    slopes = grouped_median((deviation[after] - deviation[before]) / apart[real], sample.index[before], count)
+    return np.clip(np.nan_to_num(slopes), -MAX_DRIFT_RATIO, MAX_DRIFT_RATIO)
 
 
 def _drifting(sample: _Sample, fit: _Fit) -> Bools:

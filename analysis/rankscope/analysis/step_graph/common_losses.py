@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,20 @@ class CommonLosses:
     link: SlowLink | None = None
     uneven: UnevenWork | None = None
 
+    def among(self, ranks: Ints, place: Ints, stages: Mapping[int, int]) -> CommonLosses:
+        """The same with columns for all ranks of the job, of which those seen are in these places. A stage that is slow
+        in a few replicas is slow in all: others are looked at in the next windows."""
+        stage, uneven = self.stage, self.uneven
+        if stage is not None:
+            number = stage.stage
+            inside = [rank for rank in ranks.tolist() if stages.get(rank) == number]
+            stage = replace(stage, ranks=np.array(inside, dtype=np.int64))
+        if uneven is not None:
+            held = np.zeros(len(ranks))
+            held[place] = uneven.held_ns
+            uneven = replace(uneven, held_ns=held)
+        return CommonLosses(stage, self.link, uneven)
+
 
 class WindowRows(NamedTuple):
     """Where the rows of a graph belong in a window."""
@@ -46,6 +60,7 @@ class WindowRows(NamedTuple):
     ranks: Ints
     stages: Ints  # by rank
     step_ns: Floats
+    is_sample: bool  # of the job's ranks
 
 
 class Question(NamedTuple):
@@ -63,7 +78,7 @@ class Suspicion:
         cell = rows.step * count + rows.position
         sums = np.bincount(cell, graph.own_ns, (steps + 1) * count).astype(np.float64)
         own = sums[: steps * count].reshape(steps, count)
-        self._rows = rows
+        self.rows = rows
         self._cell = cell
         self.pace, self.links = Pace.of(rows.ranks, own, rows.step_ns), links
         self._growth = (1.0, 1.0)
@@ -79,10 +94,10 @@ class Suspicion:
     def questions(self, graph: StepGraph) -> list[Question]:
         asked = []
         if self.spread is not None:
-            even = np.append(self.spread.even, np.ones((1, len(self._rows.stages))), axis=0).ravel()
+            even = np.append(self.spread.even, np.ones((1, len(self.rows.stages))), axis=0).ravel()
             asked.append(Question(own_ns=(graph.own_ns * even[self._cell]).astype(np.int64)))
         if self.stage is not None:
-            asked.append(Question(own_ns=(graph.own_ns * self.stage.factor[self._rows.position]).astype(np.int64)))
+            asked.append(Question(own_ns=(graph.own_ns * self.stage.factor[self.rows.position]).astype(np.int64)))
         if self.link is not None and self.links is not None:
             asked.append(Question(transfer_ns=self.link.usual_transfer_ns(self.links, graph.transfer_ns)))
         return asked
@@ -93,7 +108,7 @@ class Suspicion:
         uneven = None if self.spread is None else UnevenWork(next(answers), self.spread.held_ns)
         stage = None
         if self.stage is not None:
-            inside = self._rows.ranks[self._rows.stages == self.stage.stage]
+            inside = self.rows.ranks[self.rows.stages == self.stage.stage]
             stage = StageWork.of(self.stage, inside, next(answers))
         link = None
         if self.link is not None and self.links is not None:
@@ -110,7 +125,10 @@ class CommonPast:
 
     def suspect(self, graph: StepGraph, rows: WindowRows, inside: Bools, kinds: Sequence[GroupKind]) -> Suspicion:
         links = self._links.see(graph, np.flatnonzero(inside), kinds, rows.path)
-        suspicion = Suspicion(graph, rows, self._pace.usual(rows.ranks), links)
+        usual = self._pace.usual(np.unique(rows.stages) if rows.is_sample else rows.ranks)
+        if usual is not None and rows.is_sample:
+            usual = usual.of_ranks(rows.ranks, rows.stages)
+        suspicion = Suspicion(graph, rows, usual, links)
         suspicion.link = None if links is None else self._links.suspect(links)
         return suspicion
 
@@ -120,6 +138,7 @@ class CommonPast:
         losses = [float(one.loss_ns.sum()) for one in known]
         largest = max([float(returns.max(initial=0.0)), *(loss / float(step_ns.sum()) for loss in losses)])
         if largest < REMARKABLE_LOSS_SHARE:
-            self._pace.learn(suspicion.pace)
+            rows, pace = suspicion.rows, suspicion.pace
+            self._pace.learn(pace.by_stage(rows.stages) if rows.is_sample else pace)
             if suspicion.links is not None:
                 self._links.learn(suspicion.links)

@@ -12,10 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from rankscope.analysis.collective_kinds import LEFT_TOGETHER, CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, order_by_group, rows_of_groups
 from rankscope.analysis.step_graph.clock_alignment import SharedEnds, align
 from rankscope.analysis.step_graph.matching import Meetings, match
 from rankscope.analysis.step_graph.operations import UNKNOWN, Operations
+
+# The ends of some tens of collectives of each group show the clocks of a large job as well as all of them.
+MANY_ENDS = 1 << 14
+ENDS_OF_GROUP = 24
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class StepGraph:
     waits: Bools  # whether the row ends only after all that it meets have arrived
     last: Ints  # the row that arrived last, if this one waits; else itself
     own_ns: Ints  # 0 where nothing precedes
-    transfer_ns: Ints
+    transfer_ns: Ints  # from the last arrival, also of ranks that are not in the graph
 
     @cached_property
     def host_ns(self) -> Ints:
@@ -34,14 +38,17 @@ class StepGraph:
         return np.asarray(np.clip(self.own_ns - self.operations.queued_ns, 0, self.own_ns))
 
     @classmethod
-    def build(cls, operations: Operations) -> StepGraph:
+    def build(cls, operations: Operations, outside_ns: Ints | None = None) -> StepGraph:
+        """`outside_ns`: of each row, from the last arrival of a rank that is not there to the end."""
         meetings = match(operations)
         operations = _on_one_clock(operations, meetings)
         operations = _received_after_sent(operations, meetings)
         waits, last = _last_to_arrive(operations, meetings)
         before = _before(operations, meetings.stretch, operations.start_ns[last])
         own = np.where(before >= 0, operations.start_ns - operations.stop_ns[before], 0)
-        return cls(operations, meetings, before, waits, last, own, operations.stop_ns - operations.start_ns[last])
+        transfer = operations.stop_ns - operations.start_ns[last]
+        transfer = transfer if outside_ns is None else np.minimum(transfer, outside_ns)
+        return cls(operations, meetings, before, waits, last, own, transfer)
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -66,23 +73,24 @@ class StepGraph:
         starts = np.repeat(self.operations.start_ns[:, None], own_ns.shape[1], axis=1)
         stops = np.repeat(self.operations.stop_ns[:, None], own_ns.shape[1], axis=1)
         transfer_ns = self.transfer_ns[:, None] if transfer_ns is None else transfer_ns
-        met, waits = self.meetings.number, self.waits
-        missing = np.bincount(met[met >= 0], minlength=self.meetings.count)
+        met, waits, is_met = self.meetings.number, self.waits, self.meetings.number >= 0
+        missing = np.bincount(met[is_met], minlength=self.meetings.count)
         ready = np.flatnonzero(self.before < 0)
         while len(ready):
-            alone = ready[~waits[ready]]
-            stops[alone] = starts[alone] + transfer_ns[alone]
-            arriving = met[ready]
-            arriving = arriving[arriving >= 0]
+            over = ready[~waits[ready]]
+            if len(over):
+                stops[over] = starts[over] + transfer_ns[over]
+            arriving = met[ready[is_met[ready]]]
             np.subtract.at(missing, arriving, 1)
-            complete = np.unique(arriving)
-            complete = complete[missing[complete] == 0]
-            together = self._waiting.rows(complete)
+            complete = np.sort(arriving[missing[arriving] == 0])
+            complete = complete[_is_first(complete)]
+            together, waiting = self._waiting.rows(complete)
             if len(together):
-                members = self._members
-                arrived = np.maximum.reduceat(starts[members.rows(complete)], members.borders(complete), axis=0)
-                stops[together] = arrived[np.searchsorted(complete, met[together])] + transfer_ns[together]
-            ready = self._after.rows(np.concatenate([alone, together]))
+                members, sizes = self._members.rows(complete)
+                arrived = np.maximum.reduceat(starts[members], np.cumsum(sizes) - sizes, axis=0)
+                stops[together] = np.repeat(arrived, waiting, axis=0) + transfer_ns[together]
+                over = np.concatenate([over, together]) if len(over) else together
+            ready, _ = self._after.rows(over)
             starts[ready] = stops[self.before[ready]] + own_ns[ready]
         return stops
 
@@ -105,32 +113,49 @@ class _Index:
 
     order: Ints
     begin: Ints
+    places: Ints  # 0, 1, 2, …
 
     @classmethod
     def build(cls, number: Ints, count: int) -> _Index:
-        order = np.argsort(number, kind="stable")
-        return cls(order, np.searchsorted(number[order], np.arange(count + 1)))
+        order = order_by_group(number, count)
+        return cls(order, np.searchsorted(number[order], np.arange(count + 1)), np.arange(len(number)))
 
-    def rows(self, numbers: Ints) -> Ints:
-        begin, size = self.begin[numbers], self.begin[numbers + 1] - self.begin[numbers]
-        before = np.cumsum(size) - size
-        return self.order[np.repeat(begin - before, size) + np.arange(int(size.sum()))]
+    def rows(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """Return the rows of all numbers, and how many each has."""
+        begin = self.begin[numbers]
+        size = self.begin[numbers + 1] - begin
+        end = np.cumsum(size)
+        place = np.repeat(begin - end + size, size)
+        place += self.places[: len(place)]
+        return self.order[place], size
 
-    def borders(self, numbers: Ints) -> Ints:
-        """The places in `rows` at which the rows of each number begin."""
-        size = self.begin[numbers + 1] - self.begin[numbers]
-        return np.asarray(np.cumsum(size) - size)
+
+def _is_first(ordered: Ints) -> Bools:
+    is_first = np.ones(len(ordered), dtype=bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return is_first
 
 
 def _on_one_clock(operations: Operations, meetings: Meetings) -> Operations:
     """Clocks of GPUs and nodes differ. Ranks that meet in a collective leave together, by any clock. Ranks without a
     collective in common keep their clocks: the recorded ends of messages are not exact."""
     together = np.flatnonzero((meetings.number >= 0) & np.isin(operations.kind, LEFT_TOGETHER))
+    if len(together) > MANY_ENDS:
+        together = together[_is_one_of_few(operations.group[together], meetings.number[together])]
     ranks, ends_ns = operations.rank[together], operations.stop_ns[together]
     ends = SharedEnds(meetings.number[together], ranks, ends_ns, np.ones(len(together), dtype=bool))
     clocks = align(ends, operations.ranks)
     start, stop = (clocks.common(operations.rank, time) for time in (operations.start_ns, operations.stop_ns))
     return replace(operations, start_ns=start, stop_ns=np.maximum(stop, start + 1))
+
+
+def _is_one_of_few(group: Ints, meeting: Ints) -> Bools:
+    """Whether the meeting is one of some tens of its group. Meetings of a group have numbers in a row."""
+    first, last = (np.full(int(group.max()) + 1, extreme) for extreme in (np.iinfo(np.int64).max, -1))
+    np.minimum.at(first, group, meeting)
+    np.maximum.at(last, group, meeting)
+    stride = np.maximum((last - first) // ENDS_OF_GROUP, 1)
+    return np.asarray((meeting - first[group]) % stride[group] == 0)
 
 
 def _received_after_sent(operations: Operations, meetings: Meetings) -> Operations:
@@ -165,10 +190,14 @@ def _last_to_arrive(operations: Operations, meetings: Meetings) -> tuple[Bools, 
 def _before(operations: Operations, stretch: Ints, arrived_ns: Ints) -> Ints:
     """Of several messages in one kernel, the one whose other rank arrived last is the one before."""
     count = len(operations)
-    place, _ = number_groups(operations.rank, stretch)
-    times = np.concatenate([operations.stop_ns, operations.start_ns])
+    place, places = number_groups(operations.rank, stretch)
     is_start = np.repeat([False, True], count)
-    order = np.lexsort((np.tile(arrived_ns, 2), is_start, times, np.tile(place, 2)))
+    by_arrival = np.argsort(arrived_ns, kind="stable")
+    # A row that ends when another starts is before it.
+    rows = np.concatenate([by_arrival, by_arrival + count])
+    times = np.concatenate([operations.stop_ns, operations.start_ns])
+    by_time = rows[np.argsort(times[rows], kind="stable")]
+    order = by_time[order_by_group(np.tile(place, 2)[by_time], places)]
     ended = np.maximum.accumulate(np.where(is_start[order], UNKNOWN, np.arange(2 * count)))
     before = np.full(count, UNKNOWN, dtype=np.int64)
     started = is_start[order]

@@ -15,7 +15,7 @@ A description that names one kind goes first. A group that fits no rule is unkno
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -85,8 +85,11 @@ def declared_kind(description: str) -> GroupKind:
     return kinds[0] if len(kinds) == 1 and "and" not in words else GroupKind.UNKNOWN
 
 
-def infer_group_kinds(operations: Operations, world_size: int | None = None) -> tuple[GroupKind, ...]:
-    """Return the kind of each of `operations.groups`. Without `world_size`, the members of all groups are the job."""
+def infer_group_kinds(
+    operations: Operations, world_size: int | None = None, stages: Mapping[int, int] | None = None
+) -> tuple[GroupKind, ...]:
+    """Return the kind of each of `operations.groups`. Without `world_size`, the members of all groups are the job.
+    `stages`: of ranks in their pipelines, where they are known."""
     groups = operations.groups
     declared = [declared_kind(group.description) for group in groups]
     world = world_size or len({rank for group in groups for rank in group.ranks})
@@ -106,7 +109,7 @@ def infer_group_kinds(operations: Operations, world_size: int | None = None) -> 
         present and recorded.issuperset(group.ranks) for present, group in zip(messages.present, groups, strict=True)
     ]
     pipelines = [group.ranks for number, group in enumerate(groups) if is_pipeline[number] and not has_pairs[number]]
-    chains = _Chains(operations, messages.pairs, pipelines)
+    chains = _Chains(operations, messages.pairs, pipelines, stages)
     kinds = []
     for number, (group, kind) in enumerate(zip(groups, declared, strict=True)):
         if kind is not GroupKind.UNKNOWN or len(group.ranks) == 1:
@@ -338,8 +341,15 @@ def _scatters_match(operations: Operations, seats: _Seats, rows: Ints, gathers: 
 class _Chains:
     """Pipelines: sets of ranks that exchange messages, each of another stage."""
 
-    def __init__(self, operations: Operations, pairs: Ints, members: Iterable[tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        pairs: Ints,
+        members: Iterable[tuple[int, ...]],
+        stages: Mapping[int, int] | None,
+    ) -> None:
         self._operations = operations
+        self._stages = stages
         self._recorded = set(operations.ranks)
         self._first: dict[int, int] = {}  # toward the rank that stands for the pipeline
         for ranks in (*map(tuple, pairs.tolist()), *members):
@@ -377,7 +387,7 @@ class _Chains:
         ends = {first: set(ranks) for first, ranks in pipelines.items() if len(ranks) == 2}
         longer = {first: ranks for first, ranks in pipelines.items() if len(ranks) > 2}
         if any(self._recorded.issuperset(ranks) for ranks in longer.values()):
-            stages = find_stages(StepGraph.build(self._operations))
+            stages = self._stages or find_stages(StepGraph.build(self._operations))
             for first, ranks in longer.items():
                 if self._recorded.issuperset(ranks):
                     ordered = sorted(ranks, key=lambda rank: stages[rank])

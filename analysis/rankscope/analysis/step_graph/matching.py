@@ -74,8 +74,10 @@ def _with_others(rank: Ints, number: Ints) -> tuple[Ints, int]:
     known = np.flatnonzero(number >= 0)
     renumbered = np.full(len(number), UNKNOWN, dtype=np.int64)
     of, count = number_groups(number[known])
-    again = occurrence(number_groups(of, rank[known])[0])
-    good = (np.bincount(of, minlength=count) > 1) & (np.bincount(of, weights=again, minlength=count) == 0)
+    good = np.bincount(of, minlength=count) > 1
+    seat, seats = number_groups(of, rank[known])
+    if seats < len(known):
+        good &= np.bincount(of, weights=occurrence(seat), minlength=count) == 0
     kept = good[of]
     renumbered[known[kept]] = (np.cumsum(good) - 1)[of[kept]]
     return renumbered, int(good.sum())

@@ -34,6 +34,16 @@ class Pace(NamedTuple):
         """`own_ns`: by step and rank."""
         return cls(ranks, float(np.median(step_ns)), np.maximum(np.median(own_ns, axis=0), 1.0))
 
+    def by_stage(self, stages: Ints) -> Pace:
+        """The median rank of each stage, in place of ranks: of a sample of a job's ranks, others in each window."""
+        numbers = np.unique(stages)
+        own = np.array([np.median(self.own_ns[stages == stage]) for stage in numbers])
+        return Pace(numbers, self.step_ns, own)
+
+    def of_ranks(self, ranks: Ints, stages: Ints) -> Pace:
+        """The reverse of `by_stage`: each rank has the pace of its stage."""
+        return Pace(ranks, self.step_ns, self.own_ns[np.searchsorted(self.ranks, stages)])
+
     def growth_since(self, past: Pace) -> tuple[float, Floats]:
         """The ratios of the step and of each rank's own work to those of the past."""
         return self.step_ns / max(past.step_ns, 1.0), self.own_ns / past.own_ns

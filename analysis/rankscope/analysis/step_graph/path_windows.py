@@ -4,14 +4,23 @@ estimates what would come back if a rank worked as its peers."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mode
 from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, number_groups, rows_of_groups, take_rows
+from rankscope.analysis.stats.robust import (
+    Bools,
+    Floats,
+    Ints,
+    median_or_nan,
+    number_groups,
+    order_by_group,
+    rows_of_groups,
+    take_rows,
+)
 from rankscope.analysis.step_graph.common_losses import CommonLosses, CommonPast, Question, WindowRows
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.group_kinds import GroupKind
@@ -25,6 +34,9 @@ WINDOW_STEPS = 8
 MIN_WINDOW_STEPS = 4
 # The ranks with the largest excess on the path are replayed, twice each.
 MAX_RANKS_REPLAYED = 8
+# Of a large job fewer, for as many rows in all.
+MANY_RANKS_REPLAYED = 4
+MAX_ROWS_REPLAYED = 1 << 20
 MIN_EXCESS_SHARE = 0.02
 # A rank that costs less is as it usually is.
 UNREMARKABLE_RETURNS = 0.025
@@ -50,6 +62,7 @@ class PathWindow:
     issued_late_share: Floats  # of the excess over the peers: how much of it the host took, before it issued operations
     parts: WindowParts
     common: CommonLosses
+    is_covered: Bools  # ranks whose operations were looked at
 
     @property
     def step_seconds(self) -> float:
@@ -59,6 +72,36 @@ class PathWindow:
     def returns(self) -> Floats:
         """The share of the window's time that would come back if the rank worked as its peers."""
         return self.returns_in(np.ones(len(self.steps), dtype=bool))
+
+    def among(self, ranks: Ints, stages: Mapping[int, int], late_ns: Floats) -> PathWindow:
+        """The same window with a row for every rank of the job, of which only some were looked at. No rank costs more
+        than `late_ns`, by which its replica arrived later than most: the others may be as late. `stages`: of these
+        ranks, and of others as far as they are known."""
+        place = np.searchsorted(ranks, self.ranks)
+
+        def spread(column: Floats, fill: float) -> Floats:
+            wide = np.full((*column.shape[:-1], len(ranks)), fill)
+            wide[..., place] = column
+            return wide
+
+        stage = np.array([stages.get(rank, 0) for rank in ranks.tolist()], dtype=np.int64)
+        stage[place] = self.stages
+        total = np.maximum(np.nan_to_num(self.losses_ns).sum(axis=0), 1.0)
+        losses = self.losses_ns * np.minimum(1.0, late_ns[place] / total)
+        parts = self.parts
+        own, excess, idle = (spread(column, 0.0) for column in (parts.own_ns, parts.excess_ns, parts.idle_ns))
+        return replace(
+            self,
+            ranks=ranks,
+            stages=stage,
+            losses_ns=spread(losses, np.nan),
+            own_seconds=spread(self.own_seconds, np.nan),
+            peers_seconds=spread(self.peers_seconds, np.nan),
+            issued_late_share=spread(self.issued_late_share, np.nan),
+            parts=replace(parts, stages=stage, own_ns=own, excess_ns=excess, idle_ns=idle),
+            common=self.common.among(ranks, place, stages),
+            is_covered=np.isin(ranks, self.ranks),
+        )
 
     def returns_in(self, steps: Bools) -> Floats:
         """The share of the window's time that would come back in some of its steps."""
@@ -93,22 +136,25 @@ class PathFinder:
         """The pipeline stage of each rank, as most of the last windows show; empty before the first one."""
         return {rank: mode(reversed(stages)) for rank, stages in self._stages.items()}
 
-    def find(self, operations: Operations) -> PathWindow | None:
+    def find(self, operations: Operations, outside_ns: Ints | None = None) -> PathWindow | None:
         """The window of these steps; None if too few are whole. A step begins where the one before ends, so that the
-        first of consecutive steps only shows where the next begins."""
-        graph = StepGraph.build(operations)
+        first of consecutive steps only shows where the next begins. `outside_ns`: as in StepGraph.build, where only
+        some of a job's ranks are there, others in each window; these have peers and need no past."""
+        graph = StepGraph.build(operations, outside_ns)
         self.lonely += graph.meetings.lonely
-        by_rank = self._vote(find_stages(graph))
+        by_rank = self._vote(find_stages(graph), outside_ns is not None)
         steps = _Steps.of(graph)
         if np.count_nonzero(steps.inside) < self._min_steps:
             return None
         ranks = np.array(list(by_rank), dtype=np.int64)
         stages = np.array(list(by_rank.values()), dtype=np.int64)
         parts = Parts.of(graph, by_rank)
-        peers = self._past.fill(graph, parts, Peers.of(graph, by_rank, parts))
+        peers = Peers.of(graph, by_rank, parts)
+        if outside_ns is None:
+            peers = self._past.fill(graph, parts, peers)
         position = np.searchsorted(ranks, graph.operations.rank)
         path, is_inside = graph.path(), steps.inside[steps.of_row]
-        kinds = self._kinds.add(graph.operations)
+        kinds = self._kinds.add(graph.operations, by_rank, outside_ns is not None)
         split = split_window(graph, path, steps.spans, is_inside, by_rank, kinds, peers.own_ns)
         path = path[is_inside[path]]
         sums = _Sums(graph, path, is_inside, position, len(ranks))
@@ -120,6 +166,7 @@ class PathFinder:
             ranks,
             stages,
             steps.nanoseconds[steps.inside],
+            outside_ns is not None,
         )
         suspicion = self._common.suspect(graph, rows, is_inside, kinds)
         losses, answers = _losses(sums, steps, ranks, stages, peers.own_ns, suspicion.questions(graph))
@@ -127,15 +174,16 @@ class PathFinder:
         window = _window(sums, steps, peers, ranks, stages, losses, split, common)
         self._common.learn(suspicion, common, window.step_ns, window.returns)
         self.judged = JudgedSteps(window, graph, path, peers, kinds)
-        self._past.learn(graph, parts, (window.returns < UNREMARKABLE_RETURNS)[position])
+        if outside_ns is None:
+            self._past.learn(graph, parts, (window.returns < UNREMARKABLE_RETURNS)[position])
         return window
 
-    def _vote(self, seen: dict[int, int]) -> dict[int, int]:
-        if seen.keys() != self._stages.keys():
-            self._stages = {rank: deque(maxlen=MAX_STAGES) for rank in seen}
+    def _vote(self, seen: dict[int, int], is_sample: bool) -> dict[int, int]:
+        if not is_sample and seen.keys() != self._stages.keys():
+            self._stages.clear()
         for rank, stage in seen.items():
-            self._stages[rank].append(stage)
-        return self.stages
+            self._stages.setdefault(rank, deque(maxlen=MAX_STAGES)).append(stage)
+        return {rank: mode(reversed(self._stages[rank])) for rank in seen}
 
     def find_all(self, operations: Operations) -> Iterator[PathWindow]:
         """The windows of a recording, in their order."""
@@ -197,15 +245,17 @@ class _Steps:
         return Inside(self.stretch[self.inside], begins[self.inside], self.ends_ns[self.inside])
 
     def durations(self, stop_ns: Ints) -> Floats:
-        """Nanoseconds from the end of the step before; 0 for a step that is not inside."""
-        ends = self._ends(stop_ns)
-        return np.where(self.inside, np.diff(ends, prepend=ends[:1]), 0).astype(np.float64)
+        """Nanoseconds from the end of the step before; 0 for a step that is not inside. Columns stay apart."""
+        ends = self._ends(stop_ns).T
+        nanoseconds = np.where(self.inside, np.diff(ends, prepend=ends[..., :1]), 0)
+        return np.asarray(nanoseconds.astype(np.float64).T)
 
     def _ends(self, stop_ns: Ints) -> Ints:
-        ends = np.full(len(self.step), np.iinfo(np.int64).min)
-        np.maximum.at(ends, self.of_row, stop_ns)
+        order = order_by_group(self.of_row, len(self.step))
+        begins = np.searchsorted(self.of_row[order], np.arange(len(self.step)))
+        ends = np.maximum.reduceat(stop_ns[order], begins, axis=0) if len(begins) else stop_ns
         for rows in rows_of_groups(self.stretch, int(self.stretch.max(initial=-1)) + 1):
-            ends[rows] = np.maximum.accumulate(ends[rows])
+            ends[rows] = np.maximum.accumulate(ends[rows], axis=0)
         return ends
 
 
@@ -265,6 +315,7 @@ def _window(
         late_share,
         parts,
         common,
+        np.ones(len(ranks), dtype=bool),
     )
 
 
@@ -281,6 +332,8 @@ def _losses(
         return losses[steps.inside], []
     as_peers = np.where(np.isnan(peers_ns), graph.own_ns, np.nan_to_num(peers_ns)).astype(np.int64)
     best = np.minimum(graph.own_ns, as_peers)
+    count = max(MANY_RANKS_REPLAYED, min(MAX_RANKS_REPLAYED, MAX_ROWS_REPLAYED // max(2 * len(graph), 1)))
+    replayed = replayed[:count]
     mine = graph.operations.rank[:, None] == ranks[replayed]
     own_ns = [np.where(mine, column[:, None], best[:, None]) for column in (graph.own_ns, as_peers)]
     own_ns += [(graph.own_ns if one.own_ns is None else one.own_ns)[:, None] for one in questions]
@@ -289,12 +342,11 @@ def _losses(
         transfer_ns = np.repeat(graph.transfer_ns[:, None], 2 * len(replayed) + len(questions), axis=1)
         for column, one in enumerate(questions, 2 * len(replayed)):
             transfer_ns[:, column] = graph.transfer_ns if one.transfer_ns is None else one.transfer_ns
-    stops = graph.replay(np.concatenate(own_ns, axis=1), transfer_ns)
-    for column, position in enumerate(replayed):
-        as_is, replaced = stops[:, column], stops[:, len(replayed) + column]
-        losses[:, position] = steps.durations(as_is) - steps.durations(replaced)
-    answers = [steps.nanoseconds - steps.durations(stops[:, 2 * len(replayed) + at]) for at in range(len(questions))]
-    return losses[steps.inside], [answer[steps.inside] for answer in answers]
+    durations = steps.durations(graph.replay(np.concatenate(own_ns, axis=1), transfer_ns))[steps.inside]
+    as_is, replaced, answers = np.split(durations, [len(replayed), 2 * len(replayed)], axis=1)
+    losses = losses[steps.inside]
+    losses[:, replayed] = as_is - replaced
+    return losses, [steps.nanoseconds[steps.inside] - answer for answer in answers.T]
 
 
 def _replayed(excess: Floats, stages: Ints) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.collective_kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Floats, Ints, number_groups, occurrence
+from rankscope.analysis.stats.robust import Floats, Ints, number_groups, occurrence, order_within_groups
 from rankscope.analysis.step_graph.graph import StepGraph
 from rankscope.analysis.step_graph.operations import MESSAGES
 
@@ -108,18 +108,18 @@ class Peers:
     def of(cls, graph: StepGraph, stages: dict[int, int], parts: Parts) -> Peers:
         rows = parts.rows
         stage = _stages_of(graph, stages)[np.searchsorted(graph.operations.ranks, graph.operations.rank[rows])]
-        same, _ = number_groups(stage, graph.meetings.step[rows], parts.number, parts.before)
+        same, count = number_groups(stage, graph.meetings.step[rows], parts.number, parts.before)
         own, host = np.full((2, len(graph)), np.nan)
-        own[rows] = _median_of_others(graph.own_ns[rows].astype(np.float64), same)
-        host[rows] = _median_of_others(graph.host_ns[rows].astype(np.float64), same)
+        own[rows] = _median_of_others(graph.own_ns[rows].astype(np.float64), same, count)
+        host[rows] = _median_of_others(graph.host_ns[rows].astype(np.float64), same, count)
         return cls(own, host)
 
 
-def _median_of_others(values: Floats, group: Ints) -> Floats:
-    order = np.lexsort((values, group))
+def _median_of_others(values: Floats, group: Ints, count: int) -> Floats:
+    order = order_within_groups(values, group, count)
     ordered, of = values[order], group[order]
-    begin = np.searchsorted(of, of)
-    size = np.searchsorted(of, of, side="right") - begin
+    sizes = np.bincount(of, minlength=count)
+    begin, size = (np.cumsum(sizes) - sizes)[of], sizes[of]
     mine = np.arange(len(of)) - begin
     low, high = (size - 2) // 2, (size - 1) // 2
     low, high = low + (low >= mine), high + (high >= mine)

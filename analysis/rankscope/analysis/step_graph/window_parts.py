@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mode
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from rankscope.analysis.stats.robust import (
     grouped_median,
     grouped_min,
     number_groups,
+    order_by_group,
     rows_of_groups,
     take_rows,
 )
@@ -36,9 +37,10 @@ MAX_STAGES = 64
 # A group keeps its kind, and naming it costs as much as a third of the path: votes at first, then in some windows.
 MAX_VOTES = 5
 WINDOWS_BETWEEN_VOTES = 16
+MAX_GROUPS_KNOWN = 1 << 14
 # The last steps of a window are enough to name the groups of a large job.
 MANY_ROWS = 1 << 15
-STEPS_OF_MANY = 4
+STEPS_OF_MANY = 3
 
 
 def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
@@ -50,24 +52,53 @@ def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
 
 
 class KindVotes:
-    """The kinds of a job's groups, as most of the windows show that were looked at."""
+    """The kinds of a job's groups, as most of the windows show that were looked at. Of a large job, each window has
+    other groups."""
 
     def __init__(self) -> None:
         self._votes: dict[str, deque[GroupKind]] = {}
+        self._alike: dict[tuple[int, int, int], GroupKind] = {}
         self._windows = 0
 
-    def add(self, operations: Operations) -> tuple[GroupKind, ...]:
-        """Return the kind of each of `operations.groups`. A group that some window names is not unknown."""
-        names = {group.name for group in operations.groups}
+    def add(
+        self, operations: Operations, stages: Mapping[int, int] | None = None, is_sample: bool = False
+    ) -> tuple[GroupKind, ...]:
+        """Return the kind of each of `operations.groups`. A group that some window names is not unknown. In a sample
+        of a job's ranks, groups that were never looked at are what others are that do the same."""
+        groups, profiles = operations.groups, _profiles(operations)
+        if len(self._votes) > MAX_GROUPS_KNOWN:
+            self._votes.clear()
+            self._alike.clear()
         is_due = self._windows < MAX_VOTES or self._windows % WINDOWS_BETWEEN_VOTES == 0
         self._windows += 1
-        if is_due or not names <= self._votes.keys():
-            self._votes = {name: self._votes.get(name, deque(maxlen=MAX_VOTES)) for name in names}
-            for group, kind in zip(operations.groups, infer_group_kinds(_last_steps(operations)), strict=True):
+        alike = self._alike if is_sample else {}
+        if is_due or any(
+            group.name not in self._votes and profile not in alike
+            for group, profile in zip(groups, profiles, strict=True)
+        ):
+            kinds = infer_group_kinds(_last_steps(operations), stages=stages)
+            for group, kind in zip(groups, kinds, strict=True):
+                votes = self._votes.setdefault(group.name, deque(maxlen=MAX_VOTES))
                 if kind is not GroupKind.UNKNOWN:
-                    self._votes[group.name].append(kind)
-        votes = (self._votes[group.name] for group in operations.groups)
-        return tuple(mode(reversed(seen)) if seen else GroupKind.UNKNOWN for seen in votes)
+                    votes.append(kind)
+            alike |= {profile: self._kind(group.name) for group, profile in zip(groups, profiles, strict=True)}
+        return tuple(
+            self._kind(group.name) if group.name in self._votes else alike[profile]
+            for group, profile in zip(groups, profiles, strict=True)
+        )
+
+    def _kind(self, name: str) -> GroupKind:
+        votes = self._votes[name]
+        return mode(reversed(votes)) if votes else GroupKind.UNKNOWN
+
+
+def _profiles(operations: Operations) -> list[tuple[int, int, int]]:
+    """Of each group: its size, its functions as bits, and its largest operation. Groups that do the same are alike."""
+    functions, largest = np.zeros((2, len(operations.groups)), dtype=np.int64)
+    np.bitwise_or.at(functions, operations.group, 1 << operations.kind)
+    np.maximum.at(largest, operations.group, operations.bytes)
+    sizes = (len(group.ranks) for group in operations.groups)
+    return list(zip(sizes, functions.tolist(), largest.tolist(), strict=True))
 
 
 def _last_steps(operations: Operations) -> Operations:
@@ -132,7 +163,8 @@ def split_window(
     arrived, before = operations.start_ns[late], graph.before[late]
     resumed = np.where(before >= 0, operations.stop_ns[before], arrived)
     own = _overlap(steps, stretch, resumed, arrived).astype(np.float64)
-    transfer = _overlap(steps, stretch, arrived, operations.stop_ns[path]).astype(np.float64)
+    stop = operations.stop_ns[path]
+    transfer = _overlap(steps, stretch, stop - graph.transfer_ns[path], stop).astype(np.float64)
 
     def by_rank(weights: Floats) -> Floats:
         return _sums(position[late], len(ranks), weights)
@@ -209,7 +241,8 @@ def _union(key: Ints, start_ns: Ints, stop_ns: Ints) -> tuple[Ints, Ints, Ints]:
     """The spans of each key without overlaps, in pieces."""
     keys, times = np.tile(key, 2), np.concatenate([start_ns, stop_ns])
     begins = np.repeat([1, -1], len(key))
-    order = np.lexsort((-begins, times, keys))
+    by_time = np.argsort(times, kind="stable")  # a span that begins when another ends is first
+    order = by_time[order_by_group(keys[by_time], int(keys.max(initial=-1)) + 1)]
     keys, times, depth = keys[order], times[order], np.cumsum(begins[order])
     covered = np.flatnonzero((depth[:-1] > 0) & (times[1:] > times[:-1]))
     return keys[covered], times[covered], times[covered + 1]
@@ -238,7 +271,9 @@ def _traffic(graph: StepGraph, rows: Ints, kind: Ints, kind_of_group: Ints) -> W
     size, factor = bus_sizes(operations, rows)
     of = kind[rows]
     key, start, stop = _union(
-        operations.rank[rows] * count + of, operations.start_ns[graph.last[rows]], operations.stop_ns[rows]
+        operations.rank[rows] * count + of,
+        operations.stop_ns[rows] - graph.transfer_ns[rows],
+        operations.stop_ns[rows],
     )
     used = np.unique(operations.group[rows])
     members = np.array([len(group.ranks) for group in operations.groups], dtype=np.float64)

@@ -10,17 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan, take_rows
-from rankscope.analysis.step_graph.operations import Operations
-from rankscope.analysis.step_graph.path_windows import (
-    MIN_WINDOW_STEPS,
-    PathFinder,
-    PathWindow,
-    whole_steps,
-)
+from rankscope.analysis.stats.robust import Bools, median_or_nan
+from rankscope.analysis.step_graph.path_windows import MIN_WINDOW_STEPS, PathFinder, PathWindow
+from rankscope.analysis.step_graph.pending_operations import PendingOperations
 from rankscope.analysis.step_graph.step_breakdown import StepBreakdown, TrafficTotal, add_traffic, summarize
 from rankscope.analysis.step_graph.step_picture import StepPicture, better_picture, draw_step
-from rankscope.analysis.step_graph.window_operations import RankOperations, join
 from rankscope.analysis.verdicts.long_steps import LongStepHistory, Stalls
 from rankscope.analysis.verdicts.path_findings import judge_common
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, FIXED, Policy
@@ -29,13 +23,9 @@ from rankscope.analysis.verdicts.windows import JobWindow
 
 # Losses are compared over the windows since a rank became slow, but not over more than these.
 MAX_WINDOWS = 30
-# Operations of a job that wait until all ranks have sent the same steps.
-MAX_PENDING_ROWS = 1 << 20
-# A window has at most so many rows, or a few more steps; a larger job is judged by sums.
-MAX_WINDOW_ROWS = 1 << 15
-MAX_JOB_ROWS = 1 << 18
-# CPU time to judge a row, and the share of a CPU that a job may use for it.
-ROW_SECONDS = 2e-5
+# CPU time to judge a window and each of its rows, and the share of a CPU that a job may use for it.
+WINDOW_SECONDS = 1e-2
+ROW_SECONDS = 7e-6
 CPU_SHARE = 0.1
 MAX_REST_SECONDS = 60.0
 # Sums are used after this many windows without a judgement, or this many times the longest gap until now.
@@ -66,33 +56,37 @@ class PathHistory:
             self._slow.clear()
         returns = window.returns
         self._windows.append(window)
-        _, stage, sizes = np.unique(window.stages, return_inverse=True, return_counts=True)
-        needed = np.where(sizes[stage] > 1, FIXED.path_impact_ratio, FIXED.path_alone_impact_ratio)
+        sizes = np.bincount(window.stages[window.is_covered], minlength=window.stages.max(initial=0) + 1)
+        needed = np.where(sizes[window.stages] > 1, FIXED.path_impact_ratio, FIXED.path_alone_impact_ratio)
         self._slow.append(returns >= needed)
         slow = np.zeros(len(window.ranks), dtype=bool)
         for rank in np.flatnonzero(self._slow[-1]).tolist():
-            losses = np.concatenate([one.losses_ns for one in self._since_slow(rank)])
-            slow[rank] = _stands_out(losses, rank, window.stages)
+            slow[rank] = _stands_out(self._since_slow(rank), rank)
         lingering = returns >= self._policy.hysteresis * needed
         return PathFinding(window, slow, lingering & ~slow, [*self._windows][-self._policy.windows_kept :])
 
     def _since_slow(self, rank: int) -> list[PathWindow]:
-        """The windows from the first in which the rank was slow, without a long pause since."""
+        """The windows that cover the rank from the first in which it was slow, without a long pause since."""
+        both = zip(self._windows, self._slow, strict=True)
+        covering = [(window, slow) for window, slow in both if window.is_covered[rank]]
         first = pause = 0
-        for back, slow in enumerate(reversed(self._slow)):
+        for back, (_, slow) in enumerate(reversed(covering)):
             pause = 0 if slow[rank] else pause + 1
             first = first if pause else back
             if pause > self._policy.windows_kept:
                 break
-        return list(self._windows)[len(self._windows) - 1 - first :]
+        return [window for window, _ in covering[len(covering) - 1 - first :]]
 
 
-def _stands_out(losses: Floats, rank: int, stages: Ints) -> bool:
+def _stands_out(windows: Sequence[PathWindow], rank: int) -> bool:
     """True if a rank costs more than its peers beyond chance: where data is uneven, each of them is last at times."""
+    stages = windows[-1].stages
+    losses = np.concatenate([window.losses_ns for window in windows])
+    covered = np.concatenate([np.tile(window.is_covered, (len(window.steps), 1)) for window in windows])
     is_peer = (stages == stages[rank]) & ~np.isnan(losses).all(axis=0)
     is_peer[rank] = False
     known = np.nan_to_num(losses)
-    usual = np.maximum(known[:, is_peer].mean(axis=0), 0.0)
+    usual = np.maximum(known[:, is_peer].sum(axis=0) / covered[:, is_peer].sum(axis=0), 0.0)
     beyond = known[:, rank] - (float(np.median(usual)) if len(usual) else 0.0)
     mean, error = float(known[:, rank].mean()), float(beyond.std(ddof=1)) / np.sqrt(len(beyond))
     is_odd = not len(usual) or mean >= FIXED.path_peers_ratio * float(np.median(usual))
@@ -164,8 +158,10 @@ class LivePath:
         self._compared: deque[float] = deque(maxlen=policy.windows_kept)
         self._windows: deque[PathWindow] = deque(maxlen=policy.windows_kept)
         self._traffic: Mapping[str, TrafficTotal] = {}
-        self._parts: dict[int, list[RankOperations]] = {}
+        self._pending = PendingOperations()
+        self._suspects: deque[frozenset[int]] = deque(maxlen=policy.windows_kept)
         self._finder = PathFinder()
+        self._stages: dict[int, int] = {}
         self._picture: StepPicture | None = None
         self._judged = -1  # the last step that was in a window
         self._is_fed = False
@@ -189,17 +185,15 @@ class LivePath:
         if not self._is_fed and not window.operations(True):
             return
         self._is_fed = True
-        for part in window.operations(False):
-            if part.size:
-                self._parts.setdefault(part.rank, []).append(part)
-        if sum(part.size for parts in self._parts.values() for part in parts) > MAX_PENDING_ROWS:
-            self._parts.clear()
+        self._pending.add(window.operations(False))
 
     def with_stages(self, window: JobWindow) -> JobWindow:
         """Fill in the stages that the operations show, where the program declares none."""
-        columns, stages = window.columns, self._finder.stages
+        columns, stages = window.columns, self._stages
+        if not stages or (columns.stage >= 0).any():
+            return window
         ranks = columns.rank.tolist()
-        if not stages or (columns.stage >= 0).any() or any(rank not in stages for rank in ranks):
+        if any(rank not in stages for rank in ranks):
             return window
         stage = np.array([stages[rank] for rank in ranks], dtype=np.int64)
         return replace(window, columns=replace(columns, stage=stage))
@@ -225,7 +219,9 @@ class LivePath:
         compared = median(self._compared)
         if compared < FIXED.path_compared_share:
             return Verdict(Kind.INSUFFICIENT_DATA, too_little_compared(compared))
-        return self._history.add(judged)
+        finding = self._history.add(judged)
+        self._suspects.append(frozenset(judged.ranks[finding.slow | finding.lingering].tolist()))
+        return finding
 
     def draw(self, culprits: Sequence[int]) -> None:
         """Draw a step of the last window, and forget its operations. `culprits` are those of the verdict on it."""
@@ -234,38 +230,35 @@ class LivePath:
             self._picture = better_picture(self._picture, draw_step(steps, culprits), culprits)
 
     def _window(self, window: JobWindow) -> PathWindow | None:
+        if window.end_unix_seconds < self._rested_unix_seconds:
+            return None
         ranks = window.columns.rank.tolist()
-        if window.end_unix_seconds < self._rested_unix_seconds or not all(self._parts.get(rank) for rank in ranks):
+        complete = self._pending.last_common_step(ranks)
+        if complete is None or complete < self._judged + MIN_WINDOW_STEPS:
             return None
-        complete = min(self._parts[rank][-1].last_step for rank in ranks)
-        if complete < self._judged + MIN_WINDOW_STEPS:
+        suspects = frozenset[int]().union(*self._suspects)
+        sample = self._pending.take(ranks, self._judged, complete, suspects)
+        if sample is None:
             return None
-        rows = join([part for rank in ranks for part in self._parts[rank]])
-        rows = _whole_steps(rows, len(ranks), self._judged, complete)
-        rest_seconds = min(len(rows) * ROW_SECONDS / CPU_SHARE, MAX_REST_SECONDS)
+        cpu_seconds = WINDOW_SECONDS + len(sample.operations) * ROW_SECONDS
+        rest_seconds = min(cpu_seconds / CPU_SHARE, MAX_REST_SECONDS)
         self._rested_unix_seconds = window.end_unix_seconds + rest_seconds
-        judged = self._finder.find(rows)
-        if judged is not None:
-            self._count_traffic(judged, complete - self._judged if self._judged >= 0 else len(judged.steps))
-            self._judged = complete
-            self._drop(complete)
+        judged = self._finder.find(sample.operations, sample.outside_ns)
+        if judged is None:
+            return None
+        self._stages = self._finder.stages
+        if sample.late_ns is not None:
+            self._stages = self._pending.replicas.stages(self._stages)
+            judged = judged.among(window.columns.rank, self._stages, sample.late_ns)
+            seen = self._finder.judged
+            if seen is not None:
+                self._pending.replicas.check([group.name for group in seen.graph.operations.groups], seen.kinds)
+        self._count_traffic(judged, complete - self._judged if self._judged >= 0 else len(judged.steps))
+        self._judged = complete
+        self._pending.drop(complete)
         return judged
 
     def _count_traffic(self, window: PathWindow, steps: int) -> None:
         breakdown = where_steps_go([window])
         if breakdown is not None:
             self._traffic = add_traffic(self._traffic, breakdown, steps)
-
-    def _drop(self, before: int) -> None:
-        self._parts = {
-            rank: [part for part in parts if part.last_step >= before] for rank, parts in self._parts.items()
-        }
-
-
-def _whole_steps(operations: Operations, world_size: int, first: int, last: int) -> Operations:
-    """The operations of the steps that all ranks have sent."""
-    wanted = take_rows(operations, (operations.step >= first) & (operations.step <= last))
-    steps = whole_steps(wanted) if len(wanted.ranks) == world_size else wanted.step[:0]
-    most = max(2 * MIN_WINDOW_STEPS, MAX_WINDOW_ROWS * len(steps) // max(len(wanted), 1))
-    rows = take_rows(wanted, np.isin(wanted.step, steps[-most:]))
-    return rows if len(rows) <= MAX_JOB_ROWS else take_rows(rows, slice(0))

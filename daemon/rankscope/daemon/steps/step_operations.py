@@ -20,8 +20,8 @@ from rankscope.daemon.steps.nccl_reader import NUMBER_MASK, Table
 # Rows of all ranks of a job in a window, and of one rank.
 JOB_ROWS = 1 << 14
 MIN_RANK_ROWS, MAX_RANK_ROWS = 1 << 7, 1 << 12
-# The path of a larger job takes seconds to find.
-MAX_RANKS = 1024
+# Larger jobs were not tried: the operator looks at some replicas of them, and at the data groups of all ranks.
+MAX_RANKS = 4096
 MAX_HELD_ROWS = 4 * MAX_ROWS
 MAX_STEPS_KNOWN = 1 << 12
 # Steps are sent in blocks, as long as those in which NCCL is asked for its times.

@@ -14,7 +14,7 @@ from rankscope.analysis.step_graph.window_operations import MAX_GROUPS, RankOper
 from rankscope.analysis.verdicts.window_columns import is_table, unpack
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import EncodedRanks
-from rankscope.v1.window_pb2 import NetworkWindow, NodeNetwork, OperationsWindow, RankWindow
+from rankscope.v1.window_pb2 import NetworkWindow, NodeNetwork, OperationsWindow, RankWindow, StepOperations
 
 AXES = ("pipeline", "data", "tensor")  # of `RankSeen.coordinates`
 # A rank is stale without a window for this long, and for three windows: a daemon sends one every few seconds.
@@ -58,7 +58,18 @@ class DaemonMessage:
 class RankSeen:
     """A rank's process under our names, shared by all of its windows."""
 
-    __slots__ = ("coordinates", "identity", "incarnation", "job", "node", "rank", "stage", "world_size")
+    __slots__ = (
+        "_seats",
+        "_sent",
+        "coordinates",
+        "identity",
+        "incarnation",
+        "job",
+        "node",
+        "rank",
+        "stage",
+        "world_size",
+    )
 
     def __init__(self, identity: RankIdentity) -> None:
         """`identity` must not change afterwards."""
@@ -71,6 +82,16 @@ class RankSeen:
         place: Message = identity.coordinates
         self.coordinates = tuple([getattr(place, axis) if place.HasField(axis) else -1 for axis in AXES])
         self.stage = self.coordinates[0]
+        self._sent = StepOperations()  # with nothing but the seats that the rank sent last
+        self._seats: tuple[Seat, ...] = ()
+
+    def seats(self, sent: StepOperations) -> tuple[Seat, ...]:
+        """The rank's seats, the same object while they do not change: it sends them with every window."""
+        if sent.seats != self._sent.seats:
+            del self._sent.seats[:]
+            self._sent.seats.extend(sent.seats[:MAX_GROUPS])
+            self._seats = tuple(Seat(seat.number, seat.size, seat.position) for seat in self._sent.seats)
+        return self._seats
 
 
 class HeldWindow:
@@ -120,9 +141,8 @@ class HeldWindow:
         if not window.HasField("operations"):
             return None
         sent = window.operations
-        seats = tuple(Seat(seat.number, seat.size, seat.position) for seat in sent.seats[:MAX_GROUPS])
         times = (sent.first_step, sent.start_nanos, sent.tick_nanos, sent.unix_less_gpu_nanos)
-        return RankOperations(self.who.rank, *times, seats, sent.rows)
+        return RankOperations(self.who.rank, *times, self.who.seats(sent), sent.rows)
 
 
 class HeldWindows(Sequence[RankWindow]):

@@ -14,7 +14,7 @@ from rankscope.analysis.verdicts.thresholds import AlertThresholds, FixedThresho
 NOT_THRESHOLDS = {
     *("slow_rank.py 2.563", "figures.py 2.0", "figures.py 86400.0", "exposed_communication.py 2.0"),
     *("stack_profiles.py 300.0", "network_causes.py 45.0", "network_causes.py 0.5", "long_steps.py 0.05"),
-    *("long_steps.py 0.95", "critical_path.py 2e-05", "critical_path.py 0.1", "critical_path.py 60.0"),
+    *("long_steps.py 0.95", "critical_path.py 7e-06", "critical_path.py 0.1", "critical_path.py 60.0"),
 }
 
 
