@@ -43,6 +43,8 @@ UNREMARKABLE_RETURNS = 0.025
 # A step with fewer operations than this share of the usual was not recorded as a whole.
 WHOLE_STEP_RATIO = 0.6
 MAX_STAGES = 5  # of a rank, of which the most frequent counts
+# Nothing is concluded where more of the operations have no partner on another rank.
+MAX_LONELY_RATIO = 0.5
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,9 @@ class PathFinder:
         self._common = CommonPast()
         self._kinds = KindVotes()
         self.lonely = 0  # operations that one rank alone recorded
+        # The operations of the last window have partners. Those of a CUDA graph have none: all of its replays have the
+        # same sequence numbers.
+        self.is_matched = True
         self.judged: JudgedSteps | None = None  # of the last window; None saves its memory
 
     @property
@@ -142,6 +147,9 @@ class PathFinder:
         some of a job's ranks are there, others in each window; these have peers and need no past."""
         graph = StepGraph.build(operations, outside_ns)
         self.lonely += graph.meetings.lonely
+        self.is_matched = outside_ns is not None or graph.meetings.lonely <= MAX_LONELY_RATIO * len(graph)
+        if not self.is_matched:
+            return None
         by_rank = self._vote(find_stages(graph), outside_ns is not None)
         steps = _Steps.of(graph)
         if np.count_nonzero(steps.inside) < self._min_steps:

@@ -172,7 +172,7 @@ class LivePath:
     @property
     def is_known(self) -> bool:
         """Operations arrive, and are enough to judge by."""
-        return self._is_fed and self._missed <= self._patience
+        return self._is_fed and self._finder.is_matched and self._missed <= self._patience
 
     def breakdown(self, verdict: Verdict) -> StepBreakdown | None:
         """Return where the steps of the last windows go; None if the job is not judged by the path."""

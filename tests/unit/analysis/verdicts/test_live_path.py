@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.analysis.stats.robust import take_rows
+from rankscope.analysis.stats.robust import number_groups, occurrence, take_rows
 from rankscope.analysis.step_graph.operations import Operations
 from rankscope.analysis.step_graph.recording import read_recording
 from rankscope.analysis.step_graph.step_picture import StepPicture
@@ -96,6 +96,14 @@ def test_the_slow_rank_is_named_with_its_cost_and_bound(layout: Layout, on_devic
     assert last.cause.bound == (DEVICE if on_device else HOST)
     usual, real = (float(play(one).stop_ns.max()) / one.steps for one in (layout, slow))
     assert last.impact_ratio == pytest.approx(1 - usual / real, abs=0.07)
+
+
+def test_a_job_whose_operations_do_not_match_is_judged_by_sums() -> None:
+    """All replays of a CUDA graph have the same sequence numbers."""
+    operations = play(Layout(data=4, steps=150, faults=(Fault(2, 8_000_000),)))
+    call, _ = number_groups(operations.rank, operations.group, operations.kind, operations.step)
+    given = verdicts(replace(operations, sequence=occurrence(call)))
+    assert (given[-1].kind, given[-1].severity, given[-1].culprits) == (Kind.SLOW_RANK, Severity.ALARM, (2,))
 
 
 @MANY
