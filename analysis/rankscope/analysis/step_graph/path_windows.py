@@ -147,7 +147,8 @@ class PathFinder:
         some of a job's ranks are there, others in each window; these have peers and need no past."""
         graph = StepGraph.build(operations, outside_ns)
         self.lonely += graph.meetings.lonely
-        self.is_matched = outside_ns is not None or graph.meetings.lonely <= MAX_LONELY_RATIO * len(graph)
+        is_some = outside_ns is not None or len(graph.operations.ranks) == 1
+        self.is_matched = is_some or graph.meetings.lonely <= MAX_LONELY_RATIO * len(graph)
         if not self.is_matched:
             return None
         by_rank = self._vote(find_stages(graph), outside_ns is not None)
