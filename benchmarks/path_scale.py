@@ -62,7 +62,8 @@ CASES = (
         replace(LARGE, faults=(SlowLink(DATA, 1234, 20.0),)),
         Kind.SLOW_COMMUNICATION,
     ),
-    Case("4,096 ranks, uneven data", replace(LARGE, uneven=0.3), Kind.DATA_IMBALANCE),
+    # Each step waits for another of 64 replicas: three of them show little of it. No rank may be accused.
+    Case("4,096 ranks, uneven data", replace(LARGE, uneven=0.3)),
 )
 
 
