@@ -33,7 +33,7 @@ def fault_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def asked(folder: Path, trainer: str, every: int = 1) -> argparse.Namespace:
     return argparse.Namespace(
-        folder=folder, trainer=trainer, fault="host", rank=0, every=every, after=22.0, seconds=50.0
+        folder=folder, trainer=trainer, fault="host", rank=0, every=every, after=22.0, seconds=50.0, pairs=0
     )
 
 

@@ -98,7 +98,7 @@ def test_the_slow_rank_is_named_with_its_cost_and_bound(layout: Layout, on_devic
     assert last.impact_ratio == pytest.approx(1 - usual / real, abs=0.07)
 
 
-def test_a_job_whose_operations_do_not_match_is_judged_by_sums() -> None:
+def test_a_job_of_unmatched_operations_is_judged_by_sums() -> None:
     """All replays of a CUDA graph have the same sequence numbers."""
     operations = play(Layout(data=4, steps=150, faults=(Fault(2, 8_000_000),)))
     call, _ = number_groups(operations.rank, operations.group, operations.kind, operations.step)
