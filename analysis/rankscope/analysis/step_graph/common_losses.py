@@ -1,4 +1,4 @@
-"""What a window of steps loses without a rank of its own that is slow: to a stage, to a link, to uneven work."""
+"""Losses of a window of steps that are no rank's: those of a stage, of a link, of uneven work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CommonLosses:
 
 
 class WindowRows(NamedTuple):
-    """Where the rows of a graph belong in a window."""
+    """The places of a graph's rows in a window."""
 
     step: Ints  # of each row, by position; those outside have the number of steps
     position: Ints  # of each row's rank
@@ -64,7 +64,7 @@ class WindowRows(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What would be if some work or some transfers took another time; None: what they took."""
+    """Other times of work or of transfers, to be replayed; None for the recorded ones."""
 
     own_ns: Ints | None = None
     transfer_ns: Ints | None = None
@@ -117,7 +117,7 @@ class Suspicion:
 
 
 class CommonPast:
-    """What earlier windows of the job show."""
+    """The usual pace and the usual transfers of a job, from its earlier windows."""
 
     def __init__(self) -> None:
         self._pace = PastPace()

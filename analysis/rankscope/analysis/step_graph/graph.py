@@ -150,7 +150,7 @@ def _on_one_clock(operations: Operations, meetings: Meetings) -> Operations:
 
 
 def _is_one_of_few(group: Ints, meeting: Ints) -> Bools:
-    """Whether the meeting is one of some tens of its group. Meetings of a group have numbers in a row."""
+    """Return whether each meeting is one of some tens of its group. Meetings of a group have numbers in a row."""
     first, last = (np.full(int(group.max()) + 1, extreme) for extreme in (np.iinfo(np.int64).max, -1))
     np.minimum.at(first, group, meeting)
     np.maximum.at(last, group, meeting)
@@ -188,7 +188,8 @@ def _last_to_arrive(operations: Operations, meetings: Meetings) -> tuple[Bools, 
 
 
 def _before(operations: Operations, stretch: Ints, arrived_ns: Ints) -> Ints:
-    """Of several messages in one kernel, the one whose other rank arrived last is the one before."""
+    """Return the row before each. Several messages in one kernel end together: the one whose other rank arrived last
+    counts."""
     count = len(operations)
     place, places = number_groups(operations.rank, stretch)
     is_start = np.repeat([False, True], count)

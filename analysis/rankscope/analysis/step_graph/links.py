@@ -33,7 +33,7 @@ SIZE_BITS, KIND_BITS = 9, 5
 MIN_RATIO = 1.4
 MIN_PATH_SHARE = 0.05
 MIN_RATIO_TO_OTHERS = 2.0
-# So many groups of a kind show which of them is slow.
+# A slow group is told by comparison with at least so many others of its kind.
 MIN_OTHER_GROUPS = 2
 # Links of a kind are slow together from this share of the excess of the worst.
 ALIKE_RATIO = 0.5
@@ -47,7 +47,7 @@ class LinkName(NamedTuple):
 
 
 class _Sights(NamedTuple):
-    """What was seen in a window: a row for each link, kind of operation and size."""
+    """The operations of a window, summed up: a row for each link, kind of operation and size."""
 
     key: Ints  # the same in all windows
     link: Ints
@@ -165,7 +165,7 @@ class PastLinks:
         of_row[met] = np.array([known[name] for name in names], dtype=np.int64)[of_row[met]]
         kind_of_group = np.array([KINDS.index(kind) for kind in kinds], dtype=np.int64)
         kind_of_link = np.zeros(len(known), dtype=np.int64)
-        # Of several communicators, the one with a known kind counts.
+        # A known kind of one of several communicators counts.
         least = np.argsort(-kind_of_group[operations.group[first]], kind="stable")
         kind_of_link[of_row[first[least]]] = kind_of_group[operations.group[first[least]]]
         key = self._keys(graph, of_row, [*known])
@@ -187,7 +187,8 @@ class PastLinks:
         return WindowLinks(tuple(known), kind_of_link, sights, sight_of_row, transfers / whole, counted)
 
     def _keys(self, graph: StepGraph, of_row: Ints, names: list[LinkName]) -> Ints:
-        """By row: the link, kind and size of its operation, the same in all windows; -1 for one without a link."""
+        """Return for each row a number for the link, kind and size of its operation, the same in all windows; -1 where
+        there is no link."""
         if len(self._numbers) + len(names) > 2 * MAX_LINKS:
             self._numbers.clear()
             self._windows.clear()
