@@ -24,11 +24,6 @@ from foreign_stand_ins import STAND_INS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 JOBS = Path(__file__).resolve().parents[2] / "tools/jobs"
-sys.path.insert(0, str(JOBS))
-from alternation import Alternation  # noqa: E402
-from parts import Stopwatch, shared_course  # noqa: E402
-
-sys.path.remove(str(JOBS))  # scripts have modules of these names
 
 # Megatron-LM's own limit, in minutes. The wrapper moves the start time, so that training ends earlier.
 EXIT_MINUTES = 60
@@ -125,9 +120,14 @@ class Turns:
     """Blocks without the probe and with it, which `benchmarks.gpu.overhead` compares."""
 
     def __init__(self, asked: argparse.Namespace, rank: int) -> None:
+        sys.path.insert(0, str(JOBS))
+        from alternation import Alternation
+        from parts import Stopwatch, shared_course
+
+        sys.path.remove(str(JOBS))
         world = int(os.environ["WORLD_SIZE"])
         self._course, self._place = shared_course(asked.folder, world), world + 1 + rank
-        self._watch: Stopwatch | None = None
+        self._watch: Any = None
         self._new_watch = functools.partial(Stopwatch, not asked.cpu, asked.folder / f"steps-{rank}")
         self._alternation = Alternation(
             asked.folder,

@@ -157,6 +157,9 @@ def test_another_terminal_finds_the_run_with_its_own_ranks_only(tmp_path: Path, 
         shown = top(alone, *words)
         return [entry["run"] for entry in json.loads(shown.stdout)["runs"]] if shown.returncode == 0 else []
 
+    def await_run(target: str, run_id: str) -> None:
+        wait_until(lambda: runs("--connect", target) == [run_id], lambda: str(top(alone, "--connect", target)))
+
     first, second = start("first"), None
     try:
         wait_until(lambda: runs() == ["first"], lambda: str(top(alone)))
@@ -165,7 +168,7 @@ def test_another_terminal_finds_the_run_with_its_own_ranks_only(tmp_path: Path, 
         listed = dict(re.findall(r"--connect (\S+) \(env NAME=(\w+)", top(alone).stderr))
         assert set(listed.values()) == {"first", "second"}
         for target, run_id in listed.items():
-            wait_until(lambda: runs("--connect", target) == [run_id], lambda: str(top(alone, "--connect", target)))  # noqa: B023
+            await_run(target, run_id)
     finally:
         end.touch()
         for running in filter(None, (first, second)):

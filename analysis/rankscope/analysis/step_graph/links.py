@@ -1,7 +1,7 @@
 """Transfers of each link: how long the same bytes take now and took earlier in the run, or take in other groups.
 
 A link is a set of ranks that run collectives, whatever the number of their communicators, or two ranks that exchange
-messages. What a transfer takes is counted from the arrival of the last rank, so that nobody's lateness is in it."""
+messages. A transfer begins when the last rank arrives, so that its time holds no waiting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZE_BITS, KIND_BITS = 9, 5
 MIN_RATIO = 1.4
 MIN_PATH_SHARE = 0.05
 MIN_RATIO_TO_OTHERS = 2.0
-# A slow group is told by comparison with at least so many others of its kind.
+# A group is compared with others of its kind where there are at least so many.
 MIN_OTHER_GROUPS = 2
 # Links of a kind are slow together from this share of the excess of the worst.
 ALIKE_RATIO = 0.5
@@ -108,7 +108,7 @@ class SuspectedLink(NamedTuple):
         return np.asarray((transfer_ns * factor[seen.sight_of_row]).astype(np.int64))
 
     def _is_of_slow(self, seen: WindowLinks) -> Bools:
-        """By sight."""
+        """Return for each sight whether its transfers are those of a slow link."""
         return np.isin(seen.sights.link, self.links) & self.against.is_known
 
     def slow(self, seen: WindowLinks, operations: Operations, growth: tuple[float, float], loss_ns: Floats) -> SlowLink:

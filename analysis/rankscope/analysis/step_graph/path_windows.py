@@ -34,7 +34,7 @@ WINDOW_STEPS = 8
 MIN_WINDOW_STEPS = 4
 # The ranks with the largest excess on the path are replayed, twice each.
 MAX_RANKS_REPLAYED = 8
-# Of a large job fewer, for as many rows in all.
+# Fewer ranks of a large job are replayed, with at most so many rows in all.
 MANY_RANKS_REPLAYED = 4
 MAX_ROWS_REPLAYED = 1 << 20
 MIN_EXCESS_SHARE = 0.02
@@ -76,9 +76,9 @@ class PathWindow:
         return self.returns_in(np.ones(len(self.steps), dtype=bool))
 
     def among(self, ranks: Ints, stages: Mapping[int, int], late_ns: Floats) -> PathWindow:
-        """The same window with a row for every rank of the job, of which only some were looked at. No rank costs more
-        than `late_ns`, by which its replica arrived later than most: the others may be as late. `stages`: of these
-        ranks, and of others as far as they are known."""
+        """Return the window with a row for every rank of the job: the operations of some were not looked at. No rank
+        costs more than `late_ns`, by which its replica arrived later than most: the others may be as late. `stages`: of
+        these ranks, and of others as far as they are known."""
         place = np.searchsorted(ranks, self.ranks)
 
         def spread(column: Floats, fill: float) -> Floats:

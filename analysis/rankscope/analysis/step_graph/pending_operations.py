@@ -18,7 +18,7 @@ MAX_ROWS = 1 << 20
 MAX_RANK_ROWS = 3 << 9
 # A window has at most so many rows, or a few more steps.
 MAX_WINDOW_ROWS = 1 << 15
-# Of a job with more, some replicas are looked at; of one that is not made of replicas, all ranks up to twice as many.
+# A window of a job with more rows holds some replicas only; where there are no replicas, all ranks up to twice as many.
 MAX_GRAPH_ROWS = 5 << 15
 
 

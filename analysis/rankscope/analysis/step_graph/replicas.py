@@ -19,7 +19,7 @@ from rankscope.analysis.step_graph.group_kinds import MAX_CONTROL_BYTES, GroupKi
 from rankscope.analysis.step_graph.operations import Operations, since_issued
 from rankscope.analysis.step_graph.window_operations import PackedRows, RankOperations, SeatIndex, join
 
-# What is known of a group that has not been looked at, of one inside a replica, and of one that replicas meet in.
+# A group was not looked at yet, lies inside a replica, or connects replicas: by small operations, or by gradients.
 UNKNOWN_GROUP, INNER, CONTROL, DATA = range(4)
 NAMED = (GroupKind.TENSOR, GroupKind.PIPELINE, GroupKind.EXPERT, GroupKind.EMBEDDING)
 # To name the groups of a replica, so many times its known members are looked at, and ranks that they meet.
@@ -35,9 +35,10 @@ class Sample(NamedTuple):
     """The operations of some ranks in some steps, and what is known of all others."""
 
     operations: Operations
-    # By row, from the arrival of the last other rank to the end; NEVER_NS where no other meets. None: all are there.
+    # The time from the arrival of the last other rank to the end, by row; NEVER_NS where no other meets. None: all are
+    # there.
     outside_ns: Ints | None = None
-    # By rank of the job, how much later than most its replica arrived, in all steps together.
+    # How much later than most the replica of each rank arrived, in all steps together.
     late_ns: Floats | None = None
 
 
@@ -289,7 +290,7 @@ class ReplicaSampler:
 
 
 def _last_steps(of_part: Ints, stretches: tuple[Ints, Ints, Ints], ranks: int, first: int, needed: int) -> Ints:
-    """Of the steps that all ranks have sent."""
+    """Return the last steps that follow each other, of those that all ranks have sent."""
     _, part, step = stretches
     late = step >= first
     # A rank may have a step in two windows.

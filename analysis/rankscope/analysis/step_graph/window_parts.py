@@ -93,7 +93,7 @@ class KindVotes:
 
 
 def _profiles(operations: Operations) -> list[tuple[int, int, int]]:
-    """Of each group: its size, its functions as bits, and its largest operation. Groups that do the same are alike."""
+    """Return the size of each group, its functions as bits, and its largest operation: the same for groups alike."""
     functions, largest = np.zeros((2, len(operations.groups)), dtype=np.int64)
     np.bitwise_or.at(functions, operations.group, 1 << operations.kind)
     np.maximum.at(largest, operations.group, operations.bytes)

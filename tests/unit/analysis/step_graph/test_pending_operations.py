@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -83,8 +85,8 @@ def test_a_rank_that_lies_about_its_steps_costs_no_more(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("broken", [{"rows": b"x"}, {"tick_ns": 0}, {"rank": -1}])
-def test_what_cannot_be_right_is_not_kept(broken: dict[str, object]) -> None:
+def test_what_cannot_be_right_is_not_kept(broken: dict[str, Any]) -> None:
     pending = PendingOperations()
     pending.add(WINDOWS[0])
-    pending.add([WINDOWS[1][0]._replace(**broken)])  # type: ignore[arg-type]
+    pending.add([WINDOWS[1][0]._replace(**broken)])
     assert pending.rows == WINDOW_ROWS

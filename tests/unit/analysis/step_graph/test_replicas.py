@@ -170,7 +170,7 @@ def test_a_suspect_stays_chosen() -> None:
 
 
 def test_who_is_not_looked_at_still_ends_the_waiting() -> None:
-    """The transfer of a data group begins when its last member arrives, whoever that is."""
+    """The transfer of a data group begins when its last member arrives, in whichever replica."""
     parts = next(windows(replace(JOB, faults=(LATE_HOST,)), 1))
     sampler = ReplicaSampler(REPLICA_ROWS)
     first = sampler.sample(range(JOB.world), parts, 0, STEPS - 1, ())

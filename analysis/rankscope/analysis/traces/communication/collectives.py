@@ -25,7 +25,7 @@ POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_
 _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
 # Members of a group that has all ranks of the job and no list of them.
 MAX_UNLISTED_MEMBERS = 1 << 16
-# Of these, NCCL counts the part of a rank.
+# NCCL counts the part of a rank for these.
 _IN_PARTS = (
     *(CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL),
     *(CollectiveKind.GATHER, CollectiveKind.SCATTER),

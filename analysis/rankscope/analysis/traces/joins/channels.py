@@ -69,7 +69,7 @@ _NOTHING |= {"groups": (), "channels": ()}
 def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Calls:
     """Return the measured operations of all ranks. Groups of one rank are ignored."""
     identities = identify_groups(traces, collectives)
-    # What one rank shows of a group's numbering holds for all.
+    # The numbering of a group is the same on all of its ranks.
     local = {
         identities[rank, index]
         for rank, rows in collectives.items()

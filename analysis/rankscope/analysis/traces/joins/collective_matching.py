@@ -54,12 +54,12 @@ class Matched:
 
     @property
     def channel(self) -> Ints:
-        """By meeting."""
+        """Return the channel of each meeting."""
         return self.everything.channel[self._first]
 
     @property
     def kind(self) -> Ints:
-        """By meeting; of a message, SEND_RECV."""
+        """Return the kind of each meeting: SEND_RECV for a message."""
         kind = self.everything.kind[self._first]
         return np.where(np.isin(kind, POINT_TO_POINT), int(CollectiveKind.SEND_RECV), kind)
 
